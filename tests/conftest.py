@@ -1,0 +1,37 @@
+"""Leaves every test as it found the process: folder, environment, random state and torch's global switches."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # lightning_logs and the like land here
+    environment = dict(os.environ)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
