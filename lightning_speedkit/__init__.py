@@ -1,5 +1,68 @@
-"""Training-efficiency techniques for PyTorch Lightning: callbacks, DataModules, strategies and presets by name."""
+"""Training-efficiency techniques for PyTorch Lightning: callbacks, DataModules, strategies and presets by name.
 
+Importing the package registers its strategy names with Lightning, and does nothing else.
+
+>>> import lightning_speedkit
+>>> "accumulate-4" in lightning_speedkit.presets.names()
+True
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_speedkit import presets
+from lightning_speedkit.compress import QuantizeOnFitEnd, load_quantized
+from lightning_speedkit.data import (
+    LMDBDataModule,
+    LMDBDataset,
+    LMDBWriter,
+    SpeedkitDataModule,
+    verify_lmdb,
+    write_lmdb,
+)
+from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.measure import RunRecorder
+from lightning_speedkit.memory import ActivationCheckpointing
+from lightning_speedkit.optimize import AccumulationScheduler
+from lightning_speedkit.parallel import SpeedkitDDPStrategy
+from lightning_speedkit.precision import SpeedkitMixedPrecision, fastest_precision
+from lightning_speedkit.presets import trainer_kwargs
 from lightning_speedkit.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from lightning_speedkit.cli import SpeedkitCLI
+
+__all__ = [
+    "AccumulationScheduler",
+    "ActivationCheckpointing",
+    "LMDBDataModule",
+    "LMDBDataset",
+    "LMDBWriter",
+    "QuantizeOnFitEnd",
+    "RunRecorder",
+    "SpeedkitCLI",
+    "SpeedkitDDPStrategy",
+    "SpeedkitDataModule",
+    "SpeedkitError",
+    "SpeedkitMixedPrecision",
+    "__version__",
+    "fastest_precision",
+    "load_quantized",
+    "presets",
+    "trainer_kwargs",
+    "verify_lmdb",
+    "write_lmdb",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SpeedkitCLI":  # jsonargparse, which it is built on, is an extra
+        from lightning_speedkit.cli import SpeedkitCLI
+
+        return SpeedkitCLI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

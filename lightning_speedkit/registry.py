@@ -114,7 +114,8 @@ class Registry:
         try:
             return self._presets[name]
         except (KeyError, TypeError):
-            near = difflib.get_close_matches(str(name), self._presets, n=3, cutoff=0.5)
+            alike = str(name).lower().replace("_", "-")  # names are in lower case with hyphens
+            near = difflib.get_close_matches(alike, self._presets, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
             known = ", ".join(self._presets)
             raise UnknownPresetError(f"There is no preset {name!r}.{hint} Known: {known}.") from None

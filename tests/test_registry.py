@@ -35,9 +35,7 @@ def test_class_path_is_the_shortest_that_imports() -> None:
 
 
 def test_a_part_and_a_preset_travel_to_another_process() -> None:
-    preset = Preset(
-        name="x", kind="k", summary="s", patch=TrainerPatch(callbacks=(Part(Fraction, {"numerator": 3}),))
-    )
+    preset = Preset(name="x", kind="k", summary="s", patch=TrainerPatch(callbacks=(Part(Fraction, {"numerator": 3}),)))
     again = pickle.loads(pickle.dumps(preset))
     assert again == preset
     assert again.patch.callbacks[0].build() == 3

@@ -1,5 +1,17 @@
 """What was measured, as frozen dataclasses: plain data that needs neither torch nor lightning."""
 
+from lightning_speedkit.facts.codec import read_run, run_from_json, run_to_json, write_json, write_run
 from lightning_speedkit.facts.hardware import Hardware
+from lightning_speedkit.facts.run import RunFacts
+from lightning_speedkit.facts.timing import StepTiming
 
-__all__ = ["Hardware"]
+__all__ = [
+    "Hardware",
+    "RunFacts",
+    "StepTiming",
+    "read_run",
+    "run_from_json",
+    "run_to_json",
+    "write_json",
+    "write_run",
+]

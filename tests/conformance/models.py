@@ -60,7 +60,8 @@ def tensors() -> tuple[Tensor, Tensor]:
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*tensors()), batch_size=BATCH)
+    """A plain loader with a generator of its own: by default each epoch draws a number from the global state."""
+    return DataLoader(TensorDataset(*tensors()), batch_size=BATCH, generator=torch.Generator())
 
 
 def classifier() -> Classifier:

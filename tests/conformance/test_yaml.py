@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ def _from_yaml(key: str, part: Part, folder: Path) -> Any:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     path.write_text(yaml.safe_dump({"trainer": {**quiet, key: [part.config()]}}))
     return SpeedkitCLI(BoringModel, run=False, save_config_callback=None, args=["--config", str(path)])
+
+
+@pytest.fixture(autouse=True)
+def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.cls.__name__}-{part.arguments}")

@@ -1,0 +1,77 @@
+"""The ``speedkit`` command. One file per subcommand; each has ``add_parser(subparsers)`` and sets ``run``.
+
+Exit codes: 0 done, 1 a fault that the message names, 2 a wrong command line, 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_speedkit.cli import demo, presets, verify
+from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.version import __version__
+
+__all__ = ["main"]
+
+_SUBCOMMANDS = (demo, presets, verify)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code.
+
+    >>> main(["--version"])
+    Traceback (most recent call last):
+        ...
+    SystemExit: 0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    _suggest(parser, commands, words)
+    args = parser.parse_args(words)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except SpeedkitError as error:
+        if args.debug:
+            raise
+        print(f"speedkit {args.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # as in `speedkit presets | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        print("Stopped.", file=sys.stderr)
+        return 130
+    return int(code or 0)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="speedkit",
+        description="Training-efficiency techniques for PyTorch Lightning.",
+        epilog="speedkit COMMAND --help tells more about a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-speedkit {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a fault")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in _SUBCOMMANDS:
+        module.add_parser(subparsers)
+    for subparser in subparsers.choices.values():
+        subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser, list(subparsers.choices)
+
+
+def _suggest(parser: argparse.ArgumentParser, commands: list[str], words: list[str]) -> None:
+    """An unknown subcommand ends with the nearest one, as argparse does by itself only from Python 3.14 on."""
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is None or first in commands:
+        return
+    near = difflib.get_close_matches(first, commands, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    parser.error(f"there is no command {first!r}.{hint} Commands: {', '.join(commands)}.")

@@ -1,0 +1,124 @@
+"""Keeps an int8 model as a file: its state and the recipe that repeats its structure on a fresh float model.
+
+The file loads with ``torch.load(weights_only=True)``: it holds plain Python and tensors, and no code of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_speedkit.compress.float_copy import float_copy
+from lightning_speedkit.compress.int8 import follow_recipe
+from lightning_speedkit.compress.torch_ao import load_recurrent_weights, quiet, recurrent_weights
+from lightning_speedkit.errors import QuantizationError
+
+__all__ = ["MODEL_FILE", "REPORT_FILE", "int8_state", "load_quantized", "publish", "save_quantized"]
+
+MODEL_FILE, REPORT_FILE = "model.pt", "report.json"
+_FORMAT = 1
+
+
+def int8_state(module: nn.Module) -> dict[str, Any]:
+    """The state of an int8 model as tensors: ``{"state": ..., "recurrent": {name: weights}}``."""
+    recurrent = {
+        name: weights for name, layer in module.named_modules() if (weights := recurrent_weights(layer)) is not None
+    }
+    with quiet():
+        state = (
+            module.state_dict()
+        )  # stays the object that it is: its versions travel with it, and int8 layers read them
+    for key in [key for key, value in state.items() if isinstance(value, torch.ScriptObject)]:
+        del state[key]
+    return {"state": state, "recurrent": recurrent}
+
+
+def save_quantized(module: nn.Module, recipe: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write an int8 model beside ``path`` and rename it when it is complete."""
+    content = {"format": _FORMAT, "torch": str(torch.__version__), "recipe": dict(recipe), **int8_state(module)}
+    publish(Path(path), lambda temporary: torch.save(content, temporary))
+
+
+def publish(path: Path, write: Any) -> None:
+    """Let ``write(temporary_path)`` write a file and give it its name only when that succeeded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module:
+    """The int8 model that was written to ``path``, as a new module of the kind of ``module``.
+
+    Args:
+        path: The folder that :class:`QuantizeOnFitEnd` wrote, or its ``model.pt``.
+        module: A float model of the same structure, with any weights, such as ``MyModule(**arguments)``. It is copied
+            and stays as it is.
+
+    Returns:
+        An int8 model on the CPU in eval mode; it is called as ``module`` is.
+
+    Raises:
+        QuantizationError: The file is not one of these, or ``module`` has another structure.
+        FileNotFoundError: There is no such file.
+
+    >>> import tempfile
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> from lightning_speedkit.compress.conversion import quantize_model
+    >>> int8, details = quantize_model(net, [torch.ones(2, 4)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_quantized(int8, details.recipe, f"{folder}/model.pt")
+    ...     again = load_quantized(folder, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    >>> torch.equal(again(torch.ones(1, 4)), int8(torch.ones(1, 4)))
+    True
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= MODEL_FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"There is no quantized model at {file}. After a fit, {file.with_name(REPORT_FILE)} says why."
+        )
+    with quiet():
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        found = content.get("format") if isinstance(content, dict) else None
+        raise QuantizationError(f"{file} has format {found!r}; this version reads format {_FORMAT}.")
+    try:
+        result = follow_recipe(float_copy(module), content["recipe"])
+        _load_state(result, content["state"])
+        layers = dict(result.named_modules())
+        for name, weights in content["recurrent"].items():
+            load_recurrent_weights(layers[name], weights)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise QuantizationError(
+            f"{file} does not fit a {type(module).__name__} like this one ({error}). Pass a float model with the same "
+            f"layers as the one that was quantized (with torch {content.get('torch')}; here is {torch.__version__})."
+        ) from error
+    return result.requires_grad_(False)
+
+
+def _load_state(module: nn.Module, state: dict[str, Any]) -> None:
+    with quiet():
+        # the packed weights of recurrent layers are no tensors, and are loaded apart
+        state.update({k: v for k, v in module.state_dict().items() if isinstance(v, torch.ScriptObject)})
+        module.load_state_dict(state)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

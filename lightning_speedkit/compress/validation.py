@@ -1,0 +1,178 @@
+"""Runs a module's own ``validation_step`` once more, quietly and alone: on recorded batches, or for its metrics."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core import rank_zero
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_speedkit.compress.calls import Call, record_calls, replay
+from lightning_speedkit.compress.float_copy import copy_module
+from lightning_speedkit.errors import QuantizationError
+
+__all__ = ["network_calls", "validation_metrics"]
+
+
+def network_calls(module: LightningModule, batches: Sequence[Any]) -> list[Call]:
+    """How the network of ``module`` is called on ``batches``, which are as the training step got them.
+
+    ``module`` is a copy that this function may use up. It runs ``validation_step``; where that is not defined or does
+    not take training batches, ``training_step``; where that does not run either, the forward of what looks like the
+    input. All of it in eval mode and without gradients.
+    """
+    failures = []
+    for name, step in _steps(module):
+        try:
+            calls = _recorded(module, step, batches)
+            if calls and not _answers(module, calls):  # such as a forward that asks self.trainer
+                calls = _recorded(module, step, batches, include_root=False)
+        except Exception as error:  # the code of the user, run out of its place; the next step is tried
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        if calls and _answers(module, calls):
+            return calls
+        failures.append(f"{name}: it calls no module with parameters that can be called alone")
+    raise QuantizationError(f"No step of {type(module).__name__} could be run on training batches ({failures}).")
+
+
+def _recorded(module: LightningModule, step: Any, batches: Sequence[Any], *, include_root: bool = True) -> list[Call]:
+    twin = copy_module(module)
+    twin.validation_step = step(twin)  # type: ignore[method-assign]
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        setattr(twin, hook, _unchanged)  # these batches have been through them
+    with record_calls(twin, include_root=include_root) as calls:
+        _validate(twin, dataloaders=_Batches(batches))
+    return calls
+
+
+def _answers(module: LightningModule, calls: Sequence[Call]) -> bool:
+    try:
+        return bool(replay(copy_module(module), calls))
+    except Exception:
+        return False
+
+
+def validation_metrics(
+    module: LightningModule,
+    loaders: Any,
+    *,
+    datamodule: LightningDataModule | None = None,
+    limit_batches: int | None = None,
+) -> tuple[dict[str, float], int]:
+    """The metrics that ``module`` logs in validation, and the number of batches of each loader that were run at most.
+
+    ``module`` is a copy that this function may use up. The data hooks of ``datamodule`` are applied; its ``setup`` and
+    ``prepare_data`` are not run again.
+    """
+    data: dict[str, Any] = {"dataloaders": loaders}
+    if datamodule is not None:
+        twin = copy.copy(datamodule)
+        twin.val_dataloader = lambda: loaders  # type: ignore[method-assign]
+        _disarm(twin, LightningDataModule, ("prepare_data", "setup", "teardown"))
+        data = {"datamodule": twin}
+    trainer = _validate(module, limit_val_batches=1.0 if limit_batches is None else limit_batches, **data)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+    return values, int(max(cast("Sequence[float]", trainer.num_val_batches), default=0))
+
+
+def _validate(module: LightningModule, *, limit_val_batches: float = 1.0, **data: Any) -> Trainer:
+    _disarm(module, LightningModule, ("prepare_data", "setup", "teardown", "configure_model", "configure_callbacks"))
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _never  # the other ranks wait at a barrier and cannot answer
+    with _quiet():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            plugins=[LightningEnvironment()],
+            logger=DummyLogger(),
+            limit_val_batches=limit_val_batches,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            inference_mode=False,
+        )
+        trainer.validate(module, verbose=False, **data)
+    return trainer
+
+
+class _Batches:
+    """A loader of batches that are there already."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return (copy.deepcopy(batch) for batch in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _steps(module: LightningModule) -> Iterator[tuple[str, Callable[[LightningModule], Callable[..., Any]]]]:
+    if is_overridden("validation_step", module):
+        yield "validation_step", lambda twin: twin.validation_step
+    if is_overridden("training_step", module) and module.automatic_optimization:
+        yield "training_step", lambda twin: _without_result(twin.training_step)
+    if type(module).forward is not nn.Module.forward:
+        yield "forward", lambda twin: _without_result(lambda batch, _: twin(_input_of(batch)))
+
+
+def _input_of(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return next(value for value in batch.values() if isinstance(value, Tensor))
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # what the inner Trainer says about devices and workers was said by the outer one
+    log, mute = rank_zero.log, _Mute()
+    log.addFilter(mute)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.removeFilter(mute)
+
+
+class _Mute(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO
+
+
+def _disarm(target: object, base: type, hooks: Sequence[str]) -> None:
+    # what these hooks do was done in the fit. A hook of one's own would not do: where prepare_data is overridden, the
+    # Trainer meets the other ranks, who are waiting elsewhere
+    for hook in hooks:
+        setattr(target, hook, MethodType(getattr(base, hook), target))
+
+
+def _without_result(function: Callable[..., Any]) -> Callable[[Any, int], None]:
+    def step(batch: Any, batch_idx: int) -> None:
+        function(batch, batch_idx)
+
+    return step
+
+
+def _never() -> bool:
+    return False
+
+
+def _unchanged(batch: Any, *_: Any) -> Any:
+    return batch

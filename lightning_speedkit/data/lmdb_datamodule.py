@@ -1,0 +1,142 @@
+"""A LightningDataModule over a folder of stores, which can pack the data by itself the first time.
+
+When it helps: training from many small files or from samples that are slow to decode. ``root/train.lmdb``,
+``val.lmdb``, ``test.lmdb`` and ``predict.lmdb`` are served, as far as they are there. A subclass that defines
+:meth:`LMDBDataModule.samples` has the missing ones packed in ``prepare_data``: once per node, by one process, while
+others wait; a run that is killed meanwhile leaves no half store.
+
+What it costs: the packing once, and the disk space of the stores.
+
+Source: Lightning's ``prepare_data`` protocol; litData#562 (only one rank indexes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_speedkit.data.datamodule import SPLIT_OF_STAGE, SPLITS, SpeedkitDataModule
+from lightning_speedkit.data.lmdb_dataset import LMDBDataset
+from lightning_speedkit.data.lmdb_pack import write_lmdb
+from lightning_speedkit.data.write_lock import exclusive_lock
+from lightning_speedkit.errors import EmptyStoreError
+
+__all__ = ["LMDBDataModule"]
+
+
+class LMDBDataModule(SpeedkitDataModule):
+    """Serves ``train.lmdb``, ``val.lmdb``, ``test.lmdb`` and ``predict.lmdb`` of a folder.
+
+    Args:
+        root: the folder with the stores; made by ``prepare_data`` if there are samples to pack.
+        batch_size: samples per batch and rank.
+        num_workers: processes that load samples; 0 loads in the training process.
+        pin_memory: page-locked batches, which copy faster to a GPU; by default on when the Trainer uses CUDA.
+        prefetch_factor: batches that each worker keeps ready.
+        shuffle: a new order of the training samples in each epoch; the other splits are never shuffled.
+        drop_last: leave out a last training batch that is smaller than the others.
+        seed: of the order and of the workers' random numbers.
+
+    Example::
+
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> class Squares(LMDBDataModule):
+        ...     def samples(self, split):
+        ...         return ((float(i), i * i) for i in range(6)) if split == "train" else None
+        >>> data = Squares(folder.name, batch_size=3, shuffle=False)
+        >>> data.prepare_data()
+        >>> next(iter(data.train_dataloader()))
+        (tensor([0., 1., 2.]), tensor([0, 1, 4]))
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int = 2,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+        )
+        self.root = Path(root).absolute()
+        self.prepare_data_per_node = True
+
+    def samples(self, split: str) -> Any | None:
+        """The samples to pack for a split that has no store yet: an iterable or map-style dataset, or ``None``.
+
+        Called in ``prepare_data``, on one process of each node; do not keep state here.
+        """
+        return None
+
+    def transform(self, split: str) -> Callable[[Any], Any] | None:
+        """What is applied to each sample of a split when it is read, such as augmentation for ``"train"``."""
+        return None
+
+    def path(self, split: str) -> Path:
+        """The file of a split."""
+        return self.root / f"{split}.lmdb"
+
+    @override
+    def dataset(self, split: str) -> LMDBDataset | None:
+        path = self.path(split)
+        return LMDBDataset(path, self.transform(split)) if path.exists() else None
+
+    @override
+    def prepare_data(self) -> None:
+        """Pack the splits that have no store but samples. Two processes do not pack at once: the second waits."""
+        for split in SPLITS:
+            if self.path(split).exists():
+                continue
+            samples = self.samples(split)
+            if samples is not None:
+                self._pack(samples, split)
+
+    @override
+    def setup(self, stage: str) -> None:
+        split = SPLIT_OF_STAGE[stage]
+        if not self.path(split).exists():
+            raise MisconfigurationException(self._missing(split))
+
+    def _pack(self, samples: Any, split: str) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.path(split)
+        with exclusive_lock(self.root / f".{split}.prepare.lock", wait=True):
+            if path.exists():  # another process has packed it while this one waited
+                return
+            rank_zero_info(f"Packing the split {split!r} into {path}.")
+            try:
+                write_lmdb(samples, path, progress=self._shows_progress())
+            except EmptyStoreError:
+                raise EmptyStoreError(
+                    f"samples({split!r}) of {type(self).__name__} yielded nothing to write to {path}; return None if "
+                    f"there is no such split."
+                ) from None
+
+    def _shows_progress(self) -> bool:
+        return self.trainer is None or self.trainer.progress_bar_callback is not None
+
+    @override
+    def _missing(self, split: str) -> str:
+        there = ", ".join(sorted(path.name for path in self.root.glob("*.lmdb"))) if self.root.is_dir() else ""
+        return (
+            f"{type(self).__name__} has no {self.path(split)}. In that folder: {there or 'no .lmdb file'}. "
+            f"Write it with write_lmdb(samples, path), or define samples({split!r})."
+        )

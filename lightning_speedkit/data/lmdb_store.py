@@ -1,0 +1,165 @@
+"""A store opened for reading: once per process and file, shared by all datasets over it, safe across fork.
+
+LMDB must not open one file twice in a process, and an environment that a forked child inherits must not be used there
+(py-lmdb from 2.0 on refuses the second open even after a fork). So the process keeps a table of open stores by inode,
+counts who uses them, and forgets what it inherited right after a fork.
+
+Reading hands out copies only. The checksum of a block is compared when the process touches the block first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_speedkit.data.lmdb_engine import LmdbError, open_engine
+from lightning_speedkit.data.lmdb_format import CRC, INDEX, META, Seal, block_key, open_for_reading, read_seal
+from lightning_speedkit.data.lmdb_index import StoreIndex
+from lightning_speedkit.data.lmdb_verify import check_crc_record, damaged_block
+from lightning_speedkit.errors import StoreCorruptError, StoreError
+
+__all__ = ["OpenStore", "open_store", "table_lock"]
+
+_FileId = tuple[int, int]
+
+
+class OpenStore:
+    """An open store. Get one from :func:`open_store`; give it back with :meth:`close`."""
+
+    def __init__(self, path: Path, file: int, identity: _FileId) -> None:
+        self.path = path
+        self.process = os.getpid()
+        self.users = 1
+        self.closed = False
+        self.seal: Seal = read_seal(file, path)
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._blocks: dict[int, NDArray[np.uint8]] = {}
+        try:
+            self._engine: Any = open_engine(path, readonly=True, map_bytes=self.seal.lmdb_bytes)
+        except LmdbError as error:
+            raise StoreError(f"LMDB cannot open {path}: {error}") from error
+        try:
+            self._transaction = self._engine.begin(buffers=True)
+            meta, index, crc = (self._record(key) for key in (META, INDEX, CRC))
+            self._crcs = check_crc_record(crc, meta, index, path, self.seal)
+            self.index = StoreIndex.of(bytes(meta), index)
+            self.index.check()
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def read(self, sample: int) -> Any:
+        """A sample by its number, from 0 to ``index.samples - 1``; it shares no memory with the store."""
+        number, start = self.index.place(sample)
+        shapes = self.index.shapes(sample)
+        size = self.index.size(shapes)
+        block = self.block(number)
+        if start + size > len(block) and size:
+            raise StoreCorruptError(f"{self.path}: sample {sample} ends outside of its block {number}.")
+        return self.index.schema.decode(block[start : start + size].data, shapes)
+
+    def block(self, number: int) -> NDArray[np.uint8]:
+        """The bytes of a block, read-only and valid while the store is open; checked when touched first."""
+        block = self._blocks.get(number)
+        if block is not None:
+            return block
+        with self._lock:
+            data = self._record(block_key(number))
+            if zlib.crc32(data) != self._crcs[number]:
+                raise damaged_block(self.path, number, self.index)
+            block = self._blocks[number] = np.frombuffer(data, dtype=np.uint8)
+        return block
+
+    def close(self) -> None:
+        """One user less; the last one closes the environment. Does nothing in a forked child, which has its own."""
+        with _table_lock:
+            if self.process != os.getpid():
+                return
+            self.users -= 1
+            if self.users == 0:
+                _table.pop(self._identity, None)
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Close the environment, whoever uses it."""
+        self.closed = True
+        self._blocks.clear()
+        del self.index  # its arrays view the map
+        self._transaction.abort()
+        self._engine.close()
+
+    def _record(self, key: bytes) -> memoryview:
+        try:
+            value: memoryview | None = self._transaction.get(key)
+        except LmdbError as error:  # the head of a block's pages, which only verify_lmdb has under a checksum
+            raise StoreCorruptError(f"{self.path}: LMDB cannot read the record {key!r}: {error}") from error
+        if value is None:
+            raise StoreCorruptError(f"{self.path} has no record {key!r}.")
+        return value
+
+
+_table: dict[_FileId, OpenStore] = {}
+_table_lock = threading.RLock()  # the collector may close a dataset while this thread opens another
+
+
+def open_store(path: Path) -> OpenStore:
+    """The open store of that file, the same one for all callers of this process; each calls ``close`` once.
+
+    Raises:
+        StoreNotFoundError, StoreCorruptError, StoreVersionError: see :func:`~lightning_speedkit.data.verify_lmdb`.
+        StoreError: LMDB cannot open it, for example because other code of this process has opened the file.
+    """
+    with _table_lock:
+        while True:
+            file = open_for_reading(path)
+            try:
+                identity = _file_id(os.fstat(file))
+                store = _table.get(identity)
+                if store is not None:
+                    store.users += 1
+                    if not store.closed:
+                        return store
+                    continue
+                store = OpenStore(path, file, identity)
+                if not _is_still_at(path, identity):  # replaced while LMDB opened it by its name
+                    store.abandon()
+                    continue
+                _table[identity] = store
+                return store
+            finally:
+                os.close(file)
+
+
+def table_lock() -> threading.RLock:
+    """The lock of this process's table of open stores, for a caller that must open a store at most once."""
+    return _table_lock
+
+
+def _is_still_at(path: Path, identity: _FileId) -> bool:
+    try:
+        return _file_id(path.stat()) == identity
+    except FileNotFoundError:
+        return False
+
+
+def _file_id(status: os.stat_result) -> _FileId:
+    return status.st_dev, status.st_ino
+
+
+def _forget_inherited() -> None:
+    """In a forked child: close what the parent had open, so that the child can open it for itself."""
+    global _table_lock  # another thread of the parent may have held it
+    _table_lock = threading.RLock()
+    for store in _table.values():
+        store.abandon()
+    _table.clear()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

@@ -1,0 +1,223 @@
+"""Writes samples into one LMDB file that is either complete or not there.
+
+When it helps: many small files, slow decoding that can be done once, or a dataset that several runs read. The store is
+written beside its final name, synced, sealed with checksums, and renamed; a run that is killed, a full disk or an error
+in the samples leaves what was there before. The map grows by itself and no sparse file is left.
+
+What it costs: one copy of each sample, and the disk space of the new store while the old one is still there.
+
+Source: py-lmdb issues #85, #166 and #444 (map size), #344 (truncated files); LMDB's ``mdb_env_set_mapsize``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from lightning_speedkit.data.index_builder import IndexBuilder
+from lightning_speedkit.data.lmdb_engine import LmdbError, MapFull, open_engine
+from lightning_speedkit.data.lmdb_format import CRC, INDEX, META, block_key, seal_for
+from lightning_speedkit.data.lmdb_pages import MAGIC
+from lightning_speedkit.data.sample_codec import Schema
+from lightning_speedkit.data.write_lock import exclusive_lock
+from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, StoreWriteError
+
+__all__ = ["LMDBWriter"]
+
+_COMMIT_BYTES = 1 << 24
+_FIRST_MAP_BYTES = 1 << 26
+_LARGEST_SAMPLE = 1 << 30
+
+
+class LMDBWriter:
+    """A store being written. Use it in a ``with`` block: it is published when the block ends without an error.
+
+    Args:
+        path: the file to write. Missing folders are made; an older store at that path is replaced at the end.
+        block_bytes: how many bytes of samples are stored, checked and read together; a larger sample is a block of
+            its own.
+
+    Raises:
+        StoreWriteError: if the file cannot be written, or another writer is at work on the same path.
+
+    Example::
+
+        >>> import tempfile, torch
+        >>> from lightning_speedkit.data import LMDBDataset, LMDBWriter
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = f"{folder.name}/squares.lmdb"
+        >>> with LMDBWriter(path) as writer:
+        ...     for i in range(4):
+        ...         writer.write((torch.tensor([i]), i * i))
+        >>> LMDBDataset(path)[3]
+        (tensor([3]), 9)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
+        if not 4096 <= block_bytes <= 1 << 28:
+            raise ValueError(f"block_bytes must be from 4096 to {1 << 28} (256 MiB), got {block_bytes!r}.")
+        self.path = Path(os.path.realpath(path))
+        self._block_bytes = block_bytes
+        self._builder: IndexBuilder | None = None
+        self._block = bytearray()
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._crcs: list[int] = []
+        self._put = 0
+        self._engine: Any = None
+        self._entered = False
+        self._held = ExitStack()  # closed in reverse: the environment, the temporary file, the lock
+        self._temporary = self.path.with_name(f".{self.path.name}.tmp")
+
+    @property
+    def samples(self) -> int:
+        """The number of samples written so far."""
+        return 0 if self._builder is None else self._builder.samples
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("This LMDBWriter was used already; make another one.")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_what_is_no_store()
+            lock = self.path.with_name(f".{self.path.name}.lock")
+            self._held.enter_context(exclusive_lock(lock, wait=False))
+            self._temporary.unlink(missing_ok=True)  # whoever left it is dead: the lock is ours
+            self._held.callback(self._temporary.unlink, missing_ok=True)
+            self._engine = open_engine(self._temporary, readonly=False, map_bytes=_FIRST_MAP_BYTES)
+            self._held.callback(self._engine.close)
+        except BlockingIOError as error:
+            raise StoreWriteError(f"Another writer is at work on {self.path}; wait for it to end.") from error
+        except StoreWriteError:
+            raise
+        except (OSError, LmdbError) as error:
+            self._held.close()
+            raise self._failed(error) from error
+        self._entered = True
+        return self
+
+    def write(self, sample: Any) -> None:
+        """Add one sample; it is copied, so its memory may be reused.
+
+        Raises:
+            TypeError: the first sample holds something that cannot be stored.
+            SampleMismatchError: the structure or a type differs from the first sample. The sample is left out and the
+                writer can go on.
+            StoreWriteError: the disk is full, or cannot be written.
+        """
+        if self._engine is None:
+            raise RuntimeError("Open the LMDBWriter first: with LMDBWriter(path) as writer: writer.write(sample).")
+        try:
+            schema = self._builder.schema if self._builder is not None else Schema.of(sample)
+            data, shapes = schema.encode(sample)
+        except TypeError as error:
+            raise TypeError(f"Sample {self.samples}: {error}") from None
+        except SampleMismatchError as error:
+            raise SampleMismatchError(f"Sample {self.samples}, {error}.") from None
+        if len(data) > _LARGEST_SAMPLE:
+            raise ValueError(f"Sample {self.samples} has {len(data)} bytes; the largest that is stored is 1 GiB.")
+        if self._builder is None:
+            self._builder = IndexBuilder(schema, len(data), self._block_bytes)
+        block, start = self._builder.place(len(data))
+        if block == self._builder.blocks and block > 0:
+            self._end_block()
+        self._block += bytes(start - len(self._block)) + data
+        self._builder.add(len(data), shapes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._publish()
+        finally:
+            self._engine = None
+            self._held.close()
+
+    def _end_block(self) -> None:
+        self._crcs.append(zlib.crc32(self._block))
+        self._waiting.append(bytes(self._block))
+        self._waiting_bytes += len(self._block)
+        self._block.clear()
+        if self._waiting_bytes >= _COMMIT_BYTES:
+            self._commit([])
+
+    def _commit(self, records: list[tuple[bytes, bytes]]) -> None:
+        """Put the waiting blocks, and these records after them, in one transaction; the map grows until they fit."""
+        blocks = [(block_key(self._put + i), block) for i, block in enumerate(self._waiting)]
+        while True:
+            try:
+                with self._engine.begin(write=True) as transaction:
+                    for key, value in [*blocks, *records]:
+                        transaction.put(key, value, append=True)
+                break
+            except MapFull:
+                self._engine.set_mapsize(2 * self._engine.info()["map_size"])
+            except LmdbError as error:
+                raise self._failed(error) from error
+        self._put += len(blocks)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _publish(self) -> None:
+        if self._builder is None:
+            raise EmptyStoreError(f"There were no samples to write to {self.path}.")
+        self._end_block()
+        meta, index = self._builder.finish(self._engine.stat()["psize"])
+        head = struct.pack("<QQ", self._builder.samples, self._builder.blocks)
+        crcs = struct.pack(f"<{len(self._crcs) + 2}I", zlib.crc32(meta), zlib.crc32(index), *self._crcs)
+        crc = head + crcs + struct.pack("<I", zlib.crc32(head + crcs))
+        self._commit([(CRC, crc), (INDEX, index), (META, meta)])
+        try:
+            self._engine.sync(True)
+            self._engine.close()
+            _seal(self._temporary)
+            self._temporary.replace(self.path)
+            _sync_folder(self.path.parent)
+        except (OSError, LmdbError) as error:
+            raise self._failed(error) from error
+
+    def _refuse_what_is_no_store(self) -> None:
+        if self.path.is_dir():
+            raise StoreWriteError(f"{self.path} is a folder; give the name of a file, such as train.lmdb.")
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb") as file:
+                if MAGIC.to_bytes(4, "little") not in file.read(64):
+                    raise StoreWriteError(f"{self.path} is not an LMDB file and is not replaced; remove it first.")
+
+    def _failed(self, error: Exception) -> StoreWriteError:
+        before = "the store that was there is unchanged" if self.path.exists() else "nothing was left there"
+        return StoreWriteError(f"{self.path} could not be written ({error}{_space_left(self.path.parent)}); {before}.")
+
+
+def _seal(path: Path) -> None:
+    with path.open("r+b") as file:
+        seal, _ = seal_for(file.fileno())
+        file.seek(seal.lmdb_bytes)
+        file.write(seal.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _space_left(folder: Path) -> str:
+    """For the message: LMDB calls a full disk an input/output error."""
+    try:
+        return f"; {shutil.disk_usage(folder).free} bytes are free there"
+    except OSError:
+        return ""
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

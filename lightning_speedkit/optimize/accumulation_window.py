@@ -1,0 +1,160 @@
+"""The arithmetic of gradient accumulation, for any training loop: a plain one, Fabric's, or manual optimization.
+
+What it does: it gives the micro-batches of one window the weights with which their gradients sum up to that of one
+big batch. When it helps: micro-batches of different sizes, short last windows, ranks with different numbers of
+samples. What it costs: nothing while all micro-batches are equal. Source: Lightning #19987 and #20350.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AccumulationWindow", "samples_in", "scale_gradients", "weigh_backward"]
+
+
+@dataclass(slots=True)
+class AccumulationWindow:
+    """The samples of one window of micro-batches, and the weights that make its gradient that of one big batch.
+
+    Give each micro-batch's mean loss the weight that :meth:`add` returns, and scale the sum of their gradients by
+    :meth:`scale`. Weights are relative to the first micro-batch, so equal micro-batches have a weight of exactly 1.
+
+    With ranks that average their gradients (DDP), scale the gradients *before* the last backward of the window, the
+    one that synchronises, and multiply the weight of the last loss by the same number. ``samples`` and ``batches``
+    say what was added so far, on this rank.
+
+    Args:
+        divided_by: What each loss is divided by already; Lightning divides by its accumulation factor.
+        reference: The number of samples that has weight 1; 0 takes that of the first micro-batch. Ranks need the same
+            one only where gradients are averaged before the window ends.
+
+    Example:
+
+        >>> model, x = torch.nn.Linear(1, 1, bias=False), torch.arange(1.0, 5.0).reshape(4, 1)
+        >>> window = AccumulationWindow()
+        >>> for micro_batch in (x[:1], x[1:]):  # 1 and 3 samples
+        ...     (model(micro_batch).mean() * window.add(len(micro_batch))).backward()
+        >>> scale_gradients(model.parameters(), window.scale())
+        1
+        >>> model.weight.grad.item()  # the mean of 1, 2, 3, 4
+        2.5
+    """
+
+    divided_by: int = 1
+    reference: float = 0.0
+    samples: int = field(default=0, init=False)
+    batches: int = field(default=0, init=False)
+
+    def add(self, samples: int) -> float:
+        """Count a micro-batch of so many samples, and return the weight of its mean loss."""
+        if samples < 0:
+            raise ValueError(f"A micro-batch cannot have {samples} samples; the number is 0 or more.")
+        self.batches += 1
+        self.samples += samples
+        self.reference = self.reference or samples
+        return samples / self.reference if samples else 0.0
+
+    def scale(self, all_samples: Tensor | None = None, ranks: int = 1) -> float | Tensor:
+        """What the summed gradients are to be multiplied by.
+
+        Args:
+            all_samples: The samples of this window over all ranks, a tensor of no dimension; ``None`` on one rank.
+            ranks: The number of ranks whose gradients are averaged.
+
+        Returns:
+            A number, or a tensor if ``all_samples`` is one, so that nothing waits for the device.
+        """
+        total = max(self.samples, 1) if all_samples is None else all_samples.clamp(min=1)
+        return self.divided_by * ranks * self.reference / total
+
+
+def scale_gradients(parameters: Iterable[Tensor], scale: float | Tensor) -> int:
+    """Multiply the gradients in place; returns how many there were. A scale of exactly 1.0 changes nothing.
+
+    Args:
+        parameters: The parameters; those without a gradient are passed over.
+        scale: A number, or a tensor of no dimension best on the device of the gradients.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.tensor([1.0, 2.0])
+    >>> scale_gradients([weight, torch.nn.Parameter(torch.ones(1))], 0.5)
+    1
+    >>> weight.grad
+    tensor([0.5000, 1.0000])
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[parameter.grad.device, parameter.grad.dtype].append(parameter.grad)
+    if isinstance(scale, Tensor) or scale != 1.0:
+        for (device, dtype), gradients in alike.items():
+            factor = scale.to(device, dtype) if isinstance(scale, Tensor) else scale
+            torch._foreach_mul_(gradients, factor)  # in place: DDP's gradients are views into its buckets
+    return sum(map(len, alike.values()))
+
+
+def weigh_backward(loss: Tensor, weight: float | Tensor) -> None:
+    """Let the backward of a loss give ``weight`` times its gradient; the value of the loss stays as it is.
+
+    Args:
+        loss: A tensor with a graph. A weight of exactly 1.0 leaves it alone.
+        weight: A number, or a tensor of no dimension on the device of the loss.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> weigh_backward(loss := x.mean(), 3.0)
+    >>> loss.backward()
+    >>> x.grad, loss.item()
+    (tensor([3.]), 1.0)
+    """
+    if isinstance(weight, Tensor):
+        factor = weight.to(loss.dtype)
+        loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    elif weight != 1.0:
+        loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first dimension that all of its tensors share.
+
+    Looks into mappings, sequences and dataclasses. Tensors of no dimension and what is no tensor are passed over; a
+    batch of nothing else than tensors of no dimension is one sample.
+
+    Raises:
+        ValueError: There is no tensor, or the tensors differ in their first dimension.
+
+    >>> samples_in({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8), "name": ["a"] * 8})
+    8
+    >>> samples_in((torch.zeros(8, 2), torch.zeros(5)))
+    Traceback (most recent call last):
+        ...
+    ValueError: Cannot tell the number of samples of a tuple: its tensors have first dimensions of 5 and 8.
+    """
+    tensors = list(_tensors_in(batch))
+    lengths = sorted({tensor.shape[0] for tensor in tensors if tensor.ndim})
+    if len(lengths) == 1:
+        return lengths[0]
+    if tensors and not lengths:
+        return 1
+    found = f"its tensors have first dimensions of {' and '.join(map(str, lengths))}" if lengths else "it has no tensor"
+    raise ValueError(f"Cannot tell the number of samples of a {type(batch).__name__}: {found}.")
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors_in(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from _tensors_in(getattr(batch, field.name))

@@ -1,0 +1,24 @@
+"""The presets of this area."""
+
+from __future__ import annotations
+
+from lightning_speedkit.registry import Preset, TrainerPatch
+
+__all__ = ["PRESETS"]
+
+PRESETS: tuple[Preset, ...] = (
+    Preset(
+        name="ddp",
+        kind="parallel",
+        summary="one process per device, gradients averaged",
+        patch=TrainerPatch(arguments={"strategy": "speedkit_ddp"}),
+        needs=("devices>=2",),
+    ),
+    Preset(
+        name="ddp-static",
+        kind="parallel",
+        summary="ddp for a model that uses the same parameters in every step",
+        patch=TrainerPatch(arguments={"strategy": "speedkit_ddp_static"}),
+        needs=("devices>=2",),
+    ),
+)

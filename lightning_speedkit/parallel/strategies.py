@@ -1,0 +1,32 @@
+"""The names under which ``Trainer(strategy=...)`` knows the strategies of this area.
+
+They are registered when ``lightning_speedkit.parallel`` is imported. The registry holds plain arguments only, and
+each Trainer gets a strategy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_speedkit.parallel.ddp import SpeedkitDDPStrategy
+
+__all__ = ["STRATEGIES", "register_strategies"]
+
+STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "speedkit_ddp": ("DDP with gradients as bucket views", {}),
+    "speedkit_ddp_static": ("DDP on a static graph, also with gradient accumulation", {"static_graph": True}),
+}
+
+
+def register_strategies() -> None:
+    """Make the names known to Lightning. To call it again changes nothing.
+
+    >>> register_strategies()
+    >>> "speedkit_ddp" in StrategyRegistry
+    True
+    """
+    for name, (description, arguments) in STRATEGIES.items():
+        StrategyRegistry.register(name, SpeedkitDDPStrategy, description=description, override=True, **arguments)

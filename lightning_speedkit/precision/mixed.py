@@ -1,0 +1,210 @@
+"""Mixed precision whose autocast and gradient scaler follow the device that the run is really on.
+
+What it does: the same as ``Trainer(precision="bf16-mixed")`` and ``"16-mixed"`` (weights in float32, matrix products
+and convolutions in 16 bits, for fp16 a gradient scaler), bit for bit, and repairs four things of Lightning 2.6:
+
+- Lightning takes the device from the *spelling* of the accelerator argument, so ``accelerator=CPUAccelerator()``
+  gets an autocast for CUDA, which leaves the forward pass in float32. Here the strategy's device decides.
+- ``"bf16-mixed"`` with a fused optimizer and gradient clipping raises, though bf16 has no scaler that could be in the
+  way (Lightning #21435). Here it clips.
+- A step that the fp16 scaler skips because of an overflow still moves a learning rate scheduled by steps (Lightning
+  #5558), so that a warm-up is partly over before the first update. Here the schedule waits; ``skipped_steps`` counts.
+- A checkpoint resumed under another precision loses or starts a scaler in silence. Here a warning says so.
+
+When it helps: on devices that compute in 16 bits natively; :func:`~lightning_speedkit.precision.fastest_precision`
+says which. What it costs: the rounding of 16 bits, and for fp16 the first steps, which the scaler skips until it has
+found its scale.
+
+Sources: ``torch.amp``; Micikevicius et al., Mixed Precision Training, 2018; Lightning #5558, #21435, #21425.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+__all__ = ["SpeedkitMixedPrecision"]
+
+
+class SpeedkitMixedPrecision(MixedPrecision):
+    """Automatic mixed precision on whatever device the Trainer uses; ``Trainer(plugins=[SpeedkitMixedPrecision()])``.
+
+    ``device`` is the type of the device that the run is on. It is set when the strategy sets the model up; before the
+    first run it is the one that ``accelerator="auto"`` would use. fp16 also runs on a CPU, slowly: good for tests.
+    ``skipped_steps`` is how many optimizer steps the scaler has skipped so far; the Trainer's ``global_step`` counts
+    them as steps.
+
+    A checkpoint holds the state of the scaler under the name of this class; the one that Lightning's own
+    ``MixedPrecision`` wrote is read as well.
+
+    Args:
+        precision: ``"bf16-mixed"`` (bfloat16, no scaler) or ``"16-mixed"`` (float16 with a gradient scaler).
+        initial_scale: The scaler's first loss scale, for ``"16-mixed"`` only; 65536 if not given. A smaller one skips
+            fewer steps at the start.
+        growth_interval: Steps without an overflow after which the scale doubles, for ``"16-mixed"`` only; 2000 if not
+            given.
+
+    Raises:
+        ValueError: If ``precision`` is none of the two, or a number of the scaler is out of range or has no effect.
+
+    >>> plugin = SpeedkitMixedPrecision("bf16-mixed")
+    >>> trainer = pl.Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_checkpointing=False)
+    >>> trainer.precision, plugin.scaler
+    ('bf16-mixed', None)
+    """
+
+    def __init__(
+        self,
+        precision: Literal["bf16-mixed", "16-mixed"] = "bf16-mixed",
+        initial_scale: float | None = None,
+        growth_interval: int | None = None,
+    ) -> None:
+        if precision not in ("bf16-mixed", "16-mixed"):
+            raise ValueError(
+                f"precision={precision!r} is no mixed precision; use 'bf16-mixed' or '16-mixed'. "
+                f"Full precision is Trainer(precision='32-true'), without this plugin."
+            )
+        if precision == "bf16-mixed" and not (initial_scale is None and growth_interval is None):
+            raise ValueError(
+                "initial_scale and growth_interval belong to the gradient scaler, which 'bf16-mixed' does not have. "
+                "Leave them out, or use precision='16-mixed'."
+            )
+        if initial_scale is not None and not 0 < initial_scale < float("inf"):
+            raise ValueError(f"initial_scale={initial_scale!r} must be a positive number, for example 65536.0.")
+        if growth_interval is not None and (not isinstance(growth_interval, int) or growth_interval < 1):
+            raise ValueError(f"growth_interval={growth_interval!r} must be a number of steps, for example 2000.")
+        self._initial_scale = 65536.0 if initial_scale is None else float(initial_scale)
+        self._growth_interval = 2000 if growth_interval is None else growth_interval
+        self.skipped_steps = 0
+        self._held: list[tuple[LRSchedulerConfig, int]] = []
+        device = _best_device_type()
+        super().__init__(precision, device, self._new_scaler(device) if precision == "16-mixed" else None)
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        # The strategy calls this before it wraps the model, once per run, and before any scaler state is restored.
+        if isinstance(module, pl.LightningModule):
+            self._follow(module.trainer.strategy.root_device)
+        return super().convert_module(module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        self._release_schedules()
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        losses, stepped = [], []  # what the closure and the optimizer's step leave as a trace
+
+        def noting_closure() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        # A fused step runs in any case and skips on the device, and an optimizer that is not torch's may have no hooks:
+        # there only the scale tells, at the price of waiting for the device.
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        by_scale = fused or not hasattr(optimizer, "register_step_post_hook")
+        scale = self.scaler.get_scale() if by_scale else 0.0
+        with nullcontext() if by_scale else optimizer.register_step_post_hook(lambda *_: stepped.append(True)):
+            result = super().optimizer_step(optimizer, model=model, closure=noting_closure, **kwargs)
+        attempted = losses[-1] is not None or not model.automatic_optimization
+        if attempted and (self.scaler.get_scale() < scale if by_scale else not stepped):
+            self.skipped_steps += 1
+            if model.automatic_optimization:
+                self._hold_schedules(model.trainer)
+        return result
+
+    @override
+    def teardown(self) -> None:
+        self._release_schedules()
+        super().teardown()
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self.scaler is not None and clip_val > 0 and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__} is fused and unscales the gradients inside its step, so that under "
+                f"'16-mixed' they cannot be clipped before it. Build the optimizer with fused=False, "
+                f"or use precision 'bf16-mixed', or leave gradient_clip_val out."
+            )
+        # MixedPrecision's own method refuses fused optimizers without asking whether there is a scaler (#21435).
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own, lightning_s = type(self).__qualname__, MixedPrecision.__qualname__
+        found = own if own in checkpoint else lightning_s if lightning_s in checkpoint else None
+        if self.scaler is None and found is not None:
+            rank_zero_warn(
+                "The checkpoint was written under '16-mixed' and holds a loss scale, "
+                "which this run under 'bf16-mixed' does not need: it is dropped."
+            )
+        elif self.scaler is not None and found is None:
+            rank_zero_warn(
+                f"The checkpoint was not written under '16-mixed' and holds no loss scale: "
+                f"the scaler starts at {self._initial_scale:g}, and the first steps may be skipped."
+            )
+        elif found == lightning_s:  # Lightning itself then loads what is under our own name
+            self.load_state_dict(checkpoint[found])
+
+    def _hold_schedules(self, trainer: pl.Trainer) -> None:
+        # Lightning asks after each step whether the batch is a multiple of the frequency; of this one it is not.
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                self._held.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _release_schedules(self) -> None:
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held = []
+
+    def _follow(self, device: torch.device) -> None:
+        if self.precision == "bf16-mixed" and device.type == "cuda" and _emulates_bf16():
+            rank_zero_warn(
+                f"{torch.cuda.get_device_name(device)} computes bfloat16 by emulation, slower than float32. "
+                f"Use '16-mixed' here; fastest_precision() tells."
+            )
+        if device.type == self.device:
+            return
+        self.device = device.type
+        if self.scaler is not None:
+            before, self.scaler = self.scaler, self._new_scaler(device.type)
+            self.scaler.load_state_dict(before.state_dict())
+
+    def _new_scaler(self, device_type: str) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device_type, init_scale=self._initial_scale, growth_interval=self._growth_interval)
+
+
+def _best_device_type() -> str:
+    # Lightning's accelerators ask without creating a CUDA context, so that processes can still be forked.
+    if CUDAAccelerator.is_available():
+        return "cuda"
+    return "mps" if MPSAccelerator.is_available() else "cpu"
+
+
+def _emulates_bf16() -> bool:
+    return not torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,0 +1,541 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_speedkit.compress import QuantizationReport, QuantizeOnFitEnd, load_quantized
+from lightning_speedkit.compress.float_copy import fingerprint
+from lightning_speedkit.compress.torch_ao import is_quantized
+from tests.compress.models import (
+    Branching,
+    ConvNet,
+    Digits,
+    DirectDigits,
+    RowReader,
+    digit_loader,
+    digits,
+    mlp,
+    quiet_trainer,
+)
+from tests.two_ranks import on_two_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _fit(model: LightningModule, callback: QuantizeOnFitEnd, **arguments: Any) -> Any:
+    trainer = quiet_trainer(callbacks=[callback, *arguments.pop("callbacks", [])], **arguments)
+    trainer.fit(model, digit_loader(0, 1024, shuffle=True), digit_loader(1024, 1408))
+    return trainer
+
+
+def _report(callback: QuantizeOnFitEnd) -> QuantizationReport:
+    assert callback.report is not None
+    return callback.report
+
+
+def _accuracy(model: Any, start: int = 1024, stop: int = 1408) -> float:
+    with torch.no_grad():  # batch by batch: a dynamic range is that of the whole batch
+        right = [(model(x).argmax(1) == y).float() for x, y in digit_loader(start, stop)]
+    return float(torch.cat(right).mean())
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "layers"),
+    [
+        (lambda: Digits(ConvNet()), "fx_static", 3),
+        (lambda: DirectDigits(), "fx_static", 2),
+        (lambda: Digits(mlp()), "dynamic", 2),
+        (lambda: Digits(RowReader()), "dynamic", 2),
+        (lambda: Digits(Branching()), "fx_static+dynamic", 3),
+    ],
+    ids=["conv", "layers on the module", "mlp", "lstm", "untraceable"],
+)
+def test_trained_digits_are_quantized_measured_and_kept(make: Any, backend: str, layers: int) -> None:
+    model, callback = make(), QuantizeOnFitEnd(max_metric_drop=0.02)
+    _fit(model, callback)
+    report = _report(callback)
+    assert report.kept
+    assert (report.backend, len(report.layers_quantized), report.layers_total) == (backend, layers, layers)
+    assert report.skipped == {}
+    assert (report.metric, report.metric_mode, report.validation_batches) == ("val_acc", "max", 6)
+    # both figures of the report are those that anyone gets who asks the two models
+    model.eval()
+    assert report.metric_before == pytest.approx(_accuracy(model), abs=1e-6)
+    assert report.metric_after == pytest.approx(_accuracy(callback.quantized_model), abs=1e-6)
+    assert report.metric_before > 0.8
+    assert report.metric_drop == pytest.approx(report.metric_before - report.metric_after)
+    assert report.bytes_after < report.bytes_before
+    assert report.bytes_after == pytest.approx(Path("quantized/model.pt").stat().st_size, rel=0.6)
+    assert 0 < report.relative_error < 0.1
+    assert report.calibration_batches == 8
+    assert report.batch_size == 64
+    assert all(
+        seconds > 0
+        for seconds in (
+            report.seconds_before_one,
+            report.seconds_after_one,
+            report.seconds_before_batch,
+            report.seconds_after_batch,
+        )
+    )
+    assert json.loads(Path("quantized/report.json").read_text()) == {
+        "schema": 1,
+        **{name: list(v) if isinstance(v := getattr(report, name), tuple) else v for name in report.__slots__},
+    }
+
+
+def test_training_is_bit_identical_and_the_float_module_untouched() -> None:
+    results = []
+    for callbacks in ([], [QuantizeOnFitEnd()]):
+        torch.manual_seed(5)
+        model = Digits(ConvNet())
+        model.net.conv1.requires_grad_(False)
+        trainer = quiet_trainer(callbacks=callbacks)
+        trainer.fit(model, digit_loader(0, 256, shuffle=True), digit_loader(1024, 1152))
+        results.append((fingerprint(model), torch.get_rng_state(), model.training, model.trainer is trainer))
+        assert not model.net.conv1.weight.requires_grad
+        assert model.net.conv2.weight.requires_grad
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
+    assert results[0][2:] == results[1][2:]
+
+
+def test_test_and_best_checkpoint_and_second_fit_work_afterwards() -> None:
+    model, callback = Digits(ConvNet()), QuantizeOnFitEnd(max_metric_drop=1.0)
+    checkpoint = ModelCheckpoint(monitor="val_acc", mode="max")
+    trainer = _fit(model, callback, callbacks=[checkpoint], enable_checkpointing=True)
+    loader = digit_loader(1408, 1792)
+    plain = trainer.test(model, loader, verbose=False)[0]["test_acc"]
+    assert plain == pytest.approx(_accuracy(model.eval(), 1408, 1792), abs=1e-6)
+    assert trainer.test(ckpt_path="best", dataloaders=loader, verbose=False)[0]["test_acc"] > 0.8
+    trainer.save_checkpoint("after.ckpt")
+    assert set(torch.load("after.ckpt", weights_only=True)["state_dict"]) == set(model.state_dict())
+    # the int8 copy is a LightningModule of its own
+    int8 = trainer.test(callback.quantized_model, loader, verbose=False)[0]["test_acc"]
+    assert int8 == pytest.approx(_accuracy(callback.quantized_model, 1408, 1792), abs=1e-6)
+    first = (_report(callback), callback.quantized_model, Path("quantized/model.pt").read_bytes())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, digit_loader(0, 1024), digit_loader(1024, 1408))
+    assert trainer.current_epoch == 3
+    assert _report(callback) is not first[0]
+    assert callback.quantized_model is not first[1]
+    assert Path("quantized/model.pt").read_bytes() != first[2]
+    assert sorted(p.name for p in Path("quantized").iterdir()) == ["model.pt", "report.json"]
+
+
+class _WorseInInt8(Digits):
+    """Its metric notices an int8 network."""
+
+    def _log(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+        self(batch[0])
+        self.log(f"{name}_acc", 0.4 if any(is_quantized(m) for m in self.modules()) else 0.9)
+
+
+def test_a_worse_metric_is_not_kept_and_an_older_model_is_put_aside() -> None:
+    callback = QuantizeOnFitEnd()
+    _fit(Digits(ConvNet()), callback, max_epochs=1)
+    old = Path("quantized/model.pt").read_bytes() if _report(callback).kept else b""
+    Path("quantized/model.pt").write_bytes(old or b"old")
+    with pytest.warns(UserWarning, match=r"kept no int8 model. val_acc went from 0.9 to 0.4: a drop of 0.5, over"):
+        _fit(_WorseInInt8(ConvNet()), callback, max_epochs=1)
+    report = _report(callback)
+    assert not report.kept
+    assert callback.quantized_model is None
+    assert (report.metric_before, report.metric_after) == (pytest.approx(0.9), pytest.approx(0.4))
+    # both ways were tried, and what was measured is still told
+    assert [attempt.partition(":")[0] for attempt in report.attempts] == ["fx_static", "dynamic"]
+    assert report.bytes_after is not None
+    assert Path("quantized/model.previous.pt").read_bytes() == (old or b"old")
+    assert not Path("quantized/model.pt").exists()
+    with pytest.raises(FileNotFoundError, match=r"report\.json says why"):
+        load_quantized("quantized", Digits(ConvNet()))
+
+
+def test_auto_goes_on_to_dynamic_if_static_loses_too_much() -> None:
+    class HatesStatic(Digits):
+        def _log(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+            self(batch[0])
+            self.log(f"{name}_acc", 0.9 if any(isinstance(m, nn.Conv2d) for m in self.modules()) else 0.4)
+
+    callback = QuantizeOnFitEnd()
+    _fit(HatesStatic(ConvNet()), callback, max_epochs=1)
+    assert (_report(callback).kept, _report(callback).backend) == (True, "dynamic")
+    assert _report(callback).layers_quantized == ("net.head",)
+
+
+def test_any_drop_at_all_can_be_refused() -> None:
+    callback = QuantizeOnFitEnd(max_metric_drop=-1.0)
+    with pytest.warns(UserWarning, match="kept no int8 model"):
+        _fit(Digits(mlp()), callback, max_epochs=1)
+    assert callback.quantized_model is None
+
+
+def test_without_validation_the_outputs_are_compared() -> None:
+    model, callback = Digits(mlp()), QuantizeOnFitEnd()
+    quiet_trainer(callbacks=[callback], max_epochs=1).fit(model, digit_loader(0, 512))
+    report = _report(callback)
+    assert report.kept
+    assert report.metric is None
+    assert report.reason.startswith("No validation metric was logged. The outputs differ by 0.0")
+
+
+def test_module_without_validation_step_is_calibrated_by_its_training_step() -> None:
+    class OnlyTrains(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(64, 16), nn.Linear(16, 64)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            assert not (batch_idx and self.training and torch.is_inference_mode_enabled())
+            loss = nn.functional.mse_loss(self.decoder(torch.relu(self.encoder(batch["x"]))), batch["x"])
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    rows = [{"x": row} for row in digits()[0][:128].flatten(1)]
+    model, callback = OnlyTrains(), QuantizeOnFitEnd()
+    quiet_trainer(callbacks=[callback], max_epochs=1).fit(model, torch.utils.data.DataLoader(rows, batch_size=16))
+    assert _report(callback).kept
+    assert _report(callback).layers_quantized == ("encoder", "decoder")
+    x = digits()[0][:4].flatten(1)
+    with torch.no_grad():
+        expected = model.eval().decoder(torch.relu(model.encoder(x)))
+        got = callback.quantized_model.decoder(torch.relu(callback.quantized_model.encoder(x)))
+    assert float((got - expected).norm() / expected.norm()) < 0.05
+
+
+def test_forward_that_asks_the_trainer_is_quantized_below_it() -> None:
+    class Asks(Digits):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * (1.0 if self.trainer.max_epochs else 2.0)
+
+    callback = QuantizeOnFitEnd(max_metric_drop=0.5)
+    _fit(Asks(ConvNet()), callback, max_epochs=1)
+    assert _report(callback).kept
+    assert _report(callback).layers_quantized == ("net.conv1", "net.conv2", "net.head")
+
+
+def test_torchmetrics_and_things_that_cannot_be_copied() -> None:
+    class Rich(Digits):
+        def __init__(self) -> None:
+            super().__init__(mlp())
+            self.accuracy = MulticlassAccuracy(10, average="micro")
+            self.file = Path(__file__).open()  # noqa: SIM115
+            self.last: Tensor | None = None
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            self.last = self(batch[0])  # a tensor with a history
+            return nn.functional.cross_entropy(self.last, batch[1])
+
+        def _log(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+            self.accuracy(self(batch[0]), batch[1])
+            self.log(f"{name}_acc", self.accuracy, on_step=False, on_epoch=True)
+
+    model, callback = Rich(), QuantizeOnFitEnd(max_metric_drop=0.5)
+    _fit(model, callback)
+    assert _report(callback).kept
+    assert _report(callback).metric_before == pytest.approx(_accuracy(model.eval()), abs=1e-6)
+    assert callback.quantized_model.file is model.file
+    model.file.close()
+
+
+def test_layers_built_in_setup_are_not_built_again() -> None:
+    class BuildsInSetup(Digits):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+
+        def setup(self, stage: str) -> None:
+            self.net = mlp()
+
+    model, callback = BuildsInSetup(), QuantizeOnFitEnd(max_metric_drop=0.5)
+    _fit(model, callback)
+    assert _report(callback).kept
+    assert _report(callback).metric_before == pytest.approx(_accuracy(model.eval()), abs=1e-6)
+    assert _accuracy(callback.quantized_model) > 0.8
+
+
+class _Data(LightningDataModule):
+    """Moves digits to another range after the transfer: in training by the Trainer's state, and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared, self.stages = 0, []
+
+    def prepare_data(self) -> None:
+        self.prepared += 1
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+
+    def train_dataloader(self) -> Any:
+        return digit_loader(0, 512)
+
+    def val_dataloader(self) -> Any:
+        return digit_loader(1024, 1408)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer is not None
+        return [(batch[0] - 0.5) * (4 if self.trainer.training else 2), batch[1]]
+
+
+def test_batch_hooks_of_a_datamodule_apply_once_and_in_the_right_stage() -> None:
+    seen: list[tuple[bool, float, float]] = []
+
+    class Sees(Digits):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                seen.append((self.training, float(x.min()), float(x.max())))
+            return self.net(x)
+
+    callback, data = QuantizeOnFitEnd(max_metric_drop=1.0), _Data()
+    quiet_trainer(callbacks=[callback], max_epochs=1).fit(Sees(mlp()), datamodule=data)
+    assert _report(callback).metric == "val_acc"
+    assert (data.prepared, data.stages) == (1, ["fit"])
+    assert {low_high for _, *low_high in map(list, seen) for low_high in [tuple(low_high)]} == {
+        (-1.0, 1.0),
+        (-2.0, 2.0),
+    }
+    assert not any(training for training, *_ in seen)
+    validations = [low for _, low, _ in seen if low == -1.0]
+    assert len(validations) == 3 * 6  # in the fit, for the float model and for the int8 copy
+
+
+def test_calibration_batches_are_spread_over_the_epoch_and_copied() -> None:
+    kept: list[Any] = []
+
+    class Spy(QuantizeOnFitEnd):
+        def _quantize(self, trainer: Any, pl_module: Any) -> None:
+            kept.extend(self._batches)
+
+    class WritesIntoBatches(Digits):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            batch[0].data.zero_()
+            return loss
+
+    x, _ = digits()
+    trainer = quiet_trainer(callbacks=[Spy(calibration_batches=4)], max_epochs=2)
+    trainer.fit(WritesIntoBatches(mlp()), torch.utils.data.DataLoader(list(zip(*digits(), strict=True))[:200], 10))
+    assert [int(next(i for i in range(200) if torch.equal(x[i], b[0][0]))) for b in kept] == [0, 50, 100, 150]
+
+
+def test_no_loader_is_read_again_for_calibration() -> None:
+    class Counts(torch.utils.data.IterableDataset[Any]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            Counts.passes += 1
+            return iter(list(zip(*digits(), strict=True))[:200])
+
+    callback = QuantizeOnFitEnd()
+    loader = torch.utils.data.DataLoader(Counts(), batch_size=20)
+    quiet_trainer(callbacks=[callback], max_epochs=1).fit(Digits(mlp()), loader)
+    assert _report(callback).kept
+    assert Counts.passes == 1
+
+
+def test_weights_are_those_at_the_end_of_the_fit() -> None:
+    # WeightAveraging puts the averaged weights into the module in on_train_end
+    model, callback = Digits(mlp()), QuantizeOnFitEnd(max_metric_drop=1.0)
+    _fit(model, callback, callbacks=[WeightAveraging()])
+    assert _report(callback).metric_before == pytest.approx(_accuracy(model.eval()), abs=1e-6)
+    last = callback.quantized_model.net[3]
+    scale = last.weight().q_scale()
+    assert float((last.weight().dequantize() - model.net[3].weight.detach()).abs().max()) <= scale * 0.5001
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "expected"),
+    [
+        (None, "auto", ("val_acc", "max")),
+        ("val_loss", "auto", ("val_loss", "min")),
+        ("val_loss", "max", ("val_loss", "max")),
+    ],
+)
+def test_metric_and_direction(monitor: str | None, mode: str, expected: tuple[str, str]) -> None:
+    callback = QuantizeOnFitEnd(monitor=monitor, mode=mode, max_metric_drop=10.0)
+    _fit(Digits(mlp()), callback, max_epochs=1)
+    assert (_report(callback).metric, _report(callback).metric_mode) == expected
+    assert _report(callback).kept
+
+
+def test_a_monitor_that_is_not_logged_is_told_and_nothing_kept() -> None:
+    callback = QuantizeOnFitEnd(monitor="val_f1")
+    with pytest.warns(UserWarning, match=r"monitor='val_f1' was not logged .*'val_loss', 'val_acc'"):
+        _fit(Digits(mlp()), callback, max_epochs=1)
+    assert not _report(callback).kept
+    assert callback.quantized_model is None
+
+
+def test_nothing_to_quantize_ends_the_fit_with_a_report() -> None:
+    class Scalar(Digits):
+        def __init__(self) -> None:
+            super().__init__(nn.BatchNorm2d(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).flatten(1)[:, :10]
+
+    callback = QuantizeOnFitEnd()
+    with pytest.warns(UserWarning, match="No layer could be made int8"):
+        _fit(Scalar(), callback, max_epochs=1)
+    assert not _report(callback).kept
+    assert json.loads(Path("quantized/report.json").read_text())["kept"] is False
+    assert not Path("quantized/model.pt").exists()
+
+
+def test_nothing_is_written_when_the_fit_fails() -> None:
+    class Fails(Digits):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    callback = QuantizeOnFitEnd()
+    with pytest.raises(ZeroDivisionError):
+        _fit(Fails(mlp()), callback)
+    assert callback.report is None
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("setting", ["fast_dev_run", "barebones"])
+def test_trial_runs_are_left_alone(setting: str) -> None:
+    import lightning.pytorch as pl
+
+    callback = QuantizeOnFitEnd()
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, callbacks=[callback], **{setting: True})  # type: ignore[arg-type]
+    trainer.fit(Digits(mlp()), digit_loader(0, 128), digit_loader(0, 128))
+    assert (callback.report, callback.quantized_model) == (None, None)
+    assert not Path("quantized").exists()
+
+
+_RELOAD = """
+import sys, torch
+from lightning_speedkit.compress import load_quantized
+from tests.compress import models
+make, out = sys.argv[1:]
+model = eval("models." + make, {"models": models, "nn": torch.nn, **vars(models)})
+int8 = load_quantized("elsewhere", model)
+with torch.no_grad():
+    torch.save(int8(models.digits()[0][:50]), out)
+"""
+
+
+@pytest.mark.parametrize("make", ["Digits(ConvNet())", "DirectDigits()", "Digits(RowReader())", "Digits(Branching())"])
+def test_artefact_answers_the_same_in_a_fresh_process(make: str, tmp_path: Path) -> None:
+    names = {"Digits": Digits, "ConvNet": ConvNet, "DirectDigits": DirectDigits, "RowReader": RowReader}
+    model = eval(make, {**names, "Branching": Branching})  # noqa: S307
+    callback = QuantizeOnFitEnd(max_metric_drop=1.0, folder="elsewhere")
+    _fit(model, callback, max_epochs=1)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
+    command = [sys.executable, "-W", "error::DeprecationWarning:torch", "-c", _RELOAD, make, "out.pt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with torch.no_grad():
+        expected = callback.quantized_model(digits()[0][:50])
+    torch.testing.assert_close(torch.load("out.pt"), expected, rtol=0, atol=0)
+
+
+def _fit_on_a_rank(folder: str) -> tuple[Any, bool, bool, list[str]]:
+    class WithMetric(Digits):
+        def __init__(self) -> None:
+            super().__init__(ConvNet())
+            self.accuracy = MulticlassAccuracy(10, average="micro")
+
+        def _log(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+            self.accuracy(self(batch[0]), batch[1])
+            self.log(f"{name}_acc", self.accuracy, on_step=False, on_epoch=True)
+
+    torch.manual_seed(0)
+    written = []
+    replace = Path.replace
+    Path.replace = lambda self, target: (written.append(str(target)), replace(self, target))[1]  # type: ignore[method-assign]
+    callback = QuantizeOnFitEnd(folder=folder, max_metric_drop=1.0)
+    trainer = quiet_trainer(callbacks=[callback], strategy="ddp", devices=2, max_epochs=1)
+    model = WithMetric()
+    trainer.fit(model, digit_loader(0, 512), digit_loader(1024, 1280))
+    assert trainer.world_size == 2
+    trainer.test(model, digit_loader(1408, 1536), verbose=False)  # the ranks still meet
+    return callback.report, callback.quantized_model is None, trainer.is_global_zero, written
+
+
+def test_on_two_ranks_the_first_measures_and_writes(tmp_path: Path) -> None:
+    (report, none, first, written), (other, other_none, other_first, other_written) = on_two_ranks(
+        _fit_on_a_rank, str(tmp_path / "q")
+    )
+    assert (first, other_first) == (True, False)
+    assert report == other
+    assert report.kept
+    assert (none, other_none) == (False, True)
+    assert [Path(path).name for path in written] == ["model.pt", "report.json"]
+    assert other_written == []
+    assert sorted(p.name for p in (tmp_path / "q").iterdir()) == ["model.pt", "report.json"]
+
+
+def _fail_on_first_rank() -> str:
+    import lightning_speedkit.compress.quantize as module
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("disk full")
+
+    module._write = broken
+    trainer = quiet_trainer(callbacks=[QuantizeOnFitEnd()], strategy="ddp", devices=2, max_epochs=1)
+    try:
+        trainer.fit(Digits(mlp()), digit_loader(0, 256), digit_loader(1024, 1152))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_failure_of_the_first_rank_reaches_the_other() -> None:
+    first, other = on_two_ranks(_fail_on_first_rank)
+    assert first == "OSError: disk full"
+    assert other == "QuantizationError: Quantization failed on the first rank; its log says why."
+
+
+def test_strategies_that_spread_the_model_are_refused() -> None:
+    callback = QuantizeOnFitEnd()
+
+    class Stub:
+        strategy = FSDPStrategy()
+
+    with pytest.raises(MisconfigurationException, match="FSDPStrategy spreads it over devices"):
+        callback.setup(Stub(), Digits(mlp()), "fit")  # type: ignore[arg-type]
+    callback.setup(Stub(), Digits(mlp()), "test")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"backend": "dynamik"}, ValueError, "backend must be one of .* Did you mean 'dynamic'"),
+        ({"mode": "maximum"}, ValueError, "mode must be one of .* Did you mean 'max'"),
+        ({"calibration_batches": 0}, ValueError, "calibration_batches must be at least 1, got 0"),
+        ({"calibration_batches": 2.0}, TypeError, "calibration_batches must be a whole number, got 2.0"),
+        ({"validation_batches": True}, TypeError, "validation_batches must be a whole number, got True"),
+        ({"max_metric_drop": "1%"}, TypeError, "max_metric_drop must be a number, got '1%'"),
+        ({"max_metric_drop": float("nan")}, ValueError, "got NaN"),
+        ({"skip": "head"}, TypeError, r"skip must be a list of names, got the string 'head'; write \['head'\]"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        QuantizeOnFitEnd(**arguments)
+
+
+def test_arguments_are_copied() -> None:
+    skip = ["head"]
+    callback = QuantizeOnFitEnd(skip=skip)
+    skip.append("body")
+    assert callback.skip == ["head"]

@@ -1,0 +1,94 @@
+"""Each private attribute of Lightning still is what the kit takes it for. A failure here means: read the new Lightning,
+then change ``lightning_internals.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_speedkit.measure.lightning_internals import (
+    forget_static_graph_flush,
+    is_accumulating,
+    skips_backward,
+)
+
+
+class _Norm(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.norm(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Watch(Callback):
+    """What the readers say in each hook of a batch."""
+
+    def __init__(self) -> None:
+        self.accumulating: dict[str, list[bool]] = {"start": [], "backward": [], "end": []}
+        self.skips: list[bool] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
+        self.accumulating["start"].append(is_accumulating(trainer))
+
+    def on_before_backward(self, trainer: Any, *rest: Any) -> None:
+        self.accumulating["backward"].append(is_accumulating(trainer))
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        self.accumulating["end"].append(is_accumulating(trainer))
+        self.steps.append(trainer.global_step)
+        self.skips.append(skips_backward(trainer))
+
+
+def _fit(*callbacks: Callback, **options: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    trainer.fit(_Norm(), DataLoader(torch.arange(10.0).reshape(5, 2, 1), batch_size=None))  # type: ignore[arg-type]
+
+
+def test_is_accumulating_says_whether_a_step_follows() -> None:
+    watch = _Watch()
+    _fit(watch, max_epochs=2, accumulate_grad_batches=2)
+    expected = [True, False, True, False, False] * 2  # 5 batches, and the last one of an epoch steps
+    assert watch.accumulating == {"start": expected, "backward": expected, "end": expected}
+    assert watch.steps == [0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
+
+
+def test_skips_backward_is_true_in_the_epoch_that_weight_averaging_adds() -> None:
+    watch = _Watch()
+    _fit(watch, StochasticWeightAveraging(0.1, swa_epoch_start=1), max_epochs=2)
+    assert watch.skips == [False] * 10 + [True] * 5
+
+
+def test_the_static_graph_flush_starts_as_not_done_and_is_forgotten() -> None:
+    strategy = DDPStrategy(static_graph=True)
+    assert strategy._pl_static_graph_delay_done is False
+    strategy._pl_static_graph_delay_done = True
+    forget_static_graph_flush(strategy)
+    assert strategy._pl_static_graph_delay_done is False
+
+
+def test_a_lightning_without_the_flush_is_told() -> None:
+    strategy = DDPStrategy.__new__(DDPStrategy)
+    with pytest.raises(AttributeError, match="no DDPStrategy"):
+        forget_static_graph_flush(strategy)

@@ -1,0 +1,115 @@
+"""What the callback does not do, it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+from torch import Tensor
+
+from lightning_speedkit.optimize import AccumulationScheduler
+from tests.optimize.line import Line, loader, steps, trainer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "message"),
+    [
+        ({}, ValueError, "sets no factor"),
+        (0, ValueError, "factor 0 must be 1 or more"),
+        (-2, ValueError, "factor -2 must be 1 or more"),
+        ({0: 0}, ValueError, "factor 0 must be 1 or more"),
+        ({-1: 2}, ValueError, "start -1 must be 0 or more"),
+        (2.0, TypeError, "factor 2.0 must be a whole number"),
+        (True, TypeError, "factor True must be a whole number"),
+        ("4", TypeError, "factor '4' must be a whole number"),
+        (None, TypeError, "factor None must be a whole number"),
+        ({"0": 4}, TypeError, "start '0' must be a whole number"),
+        ({0: 4.5}, TypeError, "factor 4.5 must be a whole number"),
+        ({False: 4}, TypeError, "start False must be a whole number"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense(schedule: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AccumulationScheduler(schedule)
+
+
+def test_unknown_units_and_counts() -> None:
+    with pytest.raises(ValueError, match="unit='step' is not supported: a schedule counts in 'epoch'"):
+        AccumulationScheduler(4, unit="step")
+    with pytest.raises(ValueError, match="use 'samples' or 'batches'"):
+        AccumulationScheduler(4, count="tokens")
+
+
+class _Manual(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Newton(Line):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class _OwnIterator(Line):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "model", "options", "message"),
+    [
+        ([], _Manual(), {}, "automatic_optimization = False"),
+        ([], _Newton(), {}, "LBFGS"),
+        ([], _OwnIterator(), {}, "dataloader_iter"),
+        ([], Line(), {"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) and AccumulationScheduler"),
+        ([AccumulationScheduler(2)], Line(), {}, "AccumulationScheduler and AccumulationScheduler set the same"),
+        ([GradientAccumulationScheduler({0: 2})], Line(), {}, "GradientAccumulationScheduler set the same"),
+    ],
+    ids=["manual", "lbfgs", "dataloader_iter", "trainer", "twice", "lightning's"],
+)
+def test_combinations_that_cannot_work(
+    callbacks: list[Callback], model: Line, options: dict[str, Any], message: str
+) -> None:
+    run = trainer(AccumulationScheduler(4), *callbacks, **options)
+    with pytest.raises(MisconfigurationException, match=message):
+        run.fit(model, loader([torch.ones(1)]))
+    assert run.accumulate_grad_batches == options.get("accumulate_grad_batches", 1)
+
+
+class _Foreign(Strategy):
+    """A strategy of somebody else."""
+
+
+_Foreign.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, XLAStrategy, _Foreign])
+def test_strategies_that_keep_gradients_to_themselves(kind: type[Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = trainer(AccumulationScheduler(4)), Line()
+    # None of these starts on this machine, so the Trainer is told to have one.
+    monkeypatch.setattr(Trainer, "strategy", property(lambda _: kind.__new__(kind)))
+    with pytest.raises(MisconfigurationException, match=f"does not work with {kind.__name__}"):
+        run.callbacks[0].setup(run, model, "fit")  # type: ignore[attr-defined]
+    run.callbacks[0].setup(run, model, "validate")  # type: ignore[attr-defined]
+    assert run.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"), [((torch.ones(2), torch.ones(3)), "2 and 3"), ({"text": "only"}, "no tensor")]
+)
+def test_a_batch_whose_samples_cannot_be_told(batch: Any, found: str) -> None:
+    class _AnyBatch(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.w * 2.0
+
+    with pytest.raises(ValueError, match=rf"{found}.*Override count_samples.*count='batches'"):
+        steps([batch], AccumulationScheduler(4), model=_AnyBatch())
+    assert steps([batch], AccumulationScheduler(4, count="batches"), model=_AnyBatch()) == [2.0]
+    assert steps([batch], AccumulationScheduler(1), model=_AnyBatch()) == [2.0]  # nothing to weigh: nothing to know

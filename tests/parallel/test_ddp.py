@@ -1,0 +1,294 @@
+"""The strategy on two gloo processes, against Lightning's own DDP and against one process on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_speedkit.parallel import SpeedkitDDPStrategy, register_comm_hook
+from tests.two_ranks import on_two_ranks
+
+FACTORS = (1, 2, 3)
+BATCHES = 7  # per rank: the last window is short for 2 and 3
+
+
+class Net(LightningModule):
+    """Sums the gradients of each batch; a branch may be left unused."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.branch = nn.Linear(3, 1).double() if unused else None
+        self.storages: set[int] = set()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Manual(Net):
+    """The same, with the steps written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def _data(batches: int = BATCHES) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4 * batches, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+def _trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(strategy=strategy, callbacks=list(callbacks), use_distributed_sampler=False, **{**quiet, **options})
+
+
+def _loader(rank: int) -> DataLoader[Any]:
+    """Every other row, two at a time: the two ranks together see rows 0..3, 4..7, ..."""
+    x, y = _data()
+    return DataLoader(TensorDataset(x[rank::2], y[rank::2]), batch_size=2)
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _fit(strategy: Any, model: LightningModule | None = None, **options: Any) -> list[Tensor]:
+    model, run = model or Net(), _trainer(strategy, **options)
+    run.fit(model, _loader(run.global_rank))
+    return _weights(model)
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+class _Sends(Callback):
+    """Counts the buckets of gradients that are sent."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def hook(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations than its own
+            self.count += 1
+            return default_hooks.allreduce_hook(group, bucket)
+
+        trainer.strategy.model.register_comm_hook(None, hook)
+
+
+def _twice(strategy: Any, make: Callable[[], LightningModule], **options: Any) -> list[list[Tensor]]:
+    run, found = _trainer(strategy, max_epochs=1, **options), []
+    for _ in range(2):
+        model = make()
+        run.fit_loop.epoch_progress.reset()
+        run.fit(model, _loader(run.global_rank))
+        found.append(_weights(model))
+    return found
+
+
+def _runs() -> dict[str, Any]:
+    """Everything in one start of two processes, which is what takes the time."""
+    found: dict[str, Any] = {}
+    for factor in FACTORS:
+        found[f"lightning {factor}"] = _fit("ddp", accumulate_grad_batches=factor)
+        for name in ("speedkit_ddp", "speedkit_ddp_static"):
+            sends = _Sends()
+            found[f"{name} {factor}"] = _fit(name, accumulate_grad_batches=factor)
+            _trainer(name, sends, accumulate_grad_batches=factor).fit(Net(), _loader(0))
+            found[f"sends {name} {factor}"] = sends.count
+    for as_view in (True, False):
+        model = Net()
+        found[f"view {as_view}"] = _fit(SpeedkitDDPStrategy(gradient_as_bucket_view=as_view), model)
+        found[f"storages {as_view}"] = len(model.storages)
+    found["static twice"] = _twice("speedkit_ddp_static", Net, accumulate_grad_batches=2)
+    found["manual once"] = _fit("ddp", Manual(), max_epochs=1)
+    found["manual twice"] = _twice("speedkit_ddp_static", Manual)
+    found["unused found"] = _fit(SpeedkitDDPStrategy(find_unused_parameters=True), Net(unused=True))
+    found["unused static"] = _fit("speedkit_ddp_static", Net(unused=True), accumulate_grad_batches=2)
+
+    plain_hook, calls = default_hooks.fp16_compress_hook, []
+
+    def fp16_compress_hook(group, bucket):  # type: ignore[no-untyped-def]
+        calls.append(bucket.buffer().dtype)
+        return plain_hook(group, bucket)
+
+    default_hooks.fp16_compress_hook = fp16_compress_hook
+    found["fp16"] = _fit(SpeedkitDDPStrategy(comm_hook="fp16"), accumulate_grad_batches=2)
+    found["fp16 static"] = _fit(SpeedkitDDPStrategy(comm_hook="fp16", static_graph=True), accumulate_grad_batches=2)
+    found["fp16 calls"] = len(calls)
+
+    def failing(group, bucket):  # type: ignore[no-untyped-def]
+        raise ArithmeticError("on purpose")
+
+    found["bf16"] = _error_of(lambda: _fit(SpeedkitDDPStrategy(comm_hook="bf16")))
+    found["unused"] = _error_of(lambda: _fit("speedkit_ddp", Net(unused=True)))
+    default_hooks.fp16_compress_hook = failing
+    found["failing"] = _error_of(lambda: _fit(SpeedkitDDPStrategy(comm_hook="fp16")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return on_two_ranks(_runs)
+
+
+def _plain(epochs: int = 2, batches_per_step: int = 1) -> list[Tensor]:
+    """One process on the rows of both ranks; divides by the factor also in the short window, as Lightning does."""
+    model, (x, y) = Net(), _data()
+    optimizer: Any = model.configure_optimizers()
+    for _ in range(epochs):
+        for start in range(0, BATCHES, batches_per_step):
+            optimizer.zero_grad()
+            for batch in range(start, min(start + batches_per_step, BATCHES)):
+                rows = slice(4 * batch, 4 * batch + 4)
+                (nn.functional.mse_loss(model.net(x[rows]), y[rows]) / batches_per_step).backward()
+            optimizer.step()
+    return _weights(model)
+
+
+def _close(found: list[Tensor], expected: list[Tensor], rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("name", ["speedkit_ddp", "speedkit_ddp_static"])
+def test_accumulation_equals_one_process_and_lightnings_ddp(runs: Any, name: str, factor: int) -> None:
+    for rank in runs:
+        _close(rank[f"{name} {factor}"], _plain(batches_per_step=factor))
+        _close(rank[f"{name} {factor}"], rank[f"lightning {factor}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "sends"),
+    [
+        # 2 epochs of 7, 4 and 3 steps; the first backward of a static graph sends too, unless it is a step's anyway
+        ("speedkit_ddp", 1, 14),
+        ("speedkit_ddp", 2, 8),
+        ("speedkit_ddp", 3, 6),
+        ("speedkit_ddp_static", 1, 14),
+        ("speedkit_ddp_static", 2, 9),
+        ("speedkit_ddp_static", 3, 7),
+    ],
+)
+def test_gradients_are_sent_once_per_step(runs: Any, name: str, factor: int, sends: int) -> None:
+    assert [rank[f"sends {name} {factor}"] for rank in runs] == [sends, sends]
+
+
+def test_bucket_views_hold_the_gradients_once_and_change_no_weight(runs: Any) -> None:
+    for rank in runs:
+        assert rank["storages True"] == 1  # all gradients lie in the one bucket
+        assert rank["storages False"] == 4  # each has memory of its own, beside the bucket
+        assert all(torch.equal(a, b) for a, b in zip(rank["view True"], rank["view False"], strict=True))
+
+
+def test_a_second_fit_on_a_static_graph(runs: Any) -> None:
+    for rank in runs:
+        for weights in rank["static twice"]:
+            _close(weights, _plain(epochs=1, batches_per_step=2))
+
+
+def test_a_second_fit_on_a_static_graph_with_manual_optimization(runs: Any) -> None:
+    for rank in runs:
+        for weights in rank["manual twice"]:
+            _close(weights, _plain(epochs=1))
+            _close(weights, rank["manual once"])
+
+
+def test_unused_parameters_are_found_or_allowed_or_told(runs: Any) -> None:
+    for rank in runs:
+        used = [0, 1, 2, 3]
+        _close([rank["unused found"][i] for i in used], _plain())
+        _close([rank["unused static"][i] for i in used], _plain(batches_per_step=2))
+        untouched = _weights(Net(unused=True))[4:]
+        assert all(torch.equal(a, b) for a, b in zip(rank["unused found"][4:], untouched, strict=True))
+        assert "find_unused_parameters=True" in rank["unused"]
+
+
+def test_the_fp16_hook_is_called_on_gloo(runs: Any) -> None:
+    for rank in runs:
+        assert rank["fp16 calls"] == 8 + 9  # once per step, and once for the static graph
+        for name in ("fp16", "fp16 static"):
+            _close(rank[name], _plain(batches_per_step=2), rtol=1e-2, atol=1e-2)
+            assert not torch.allclose(rank[name][0], _plain(batches_per_step=2)[0], rtol=1e-9, atol=1e-9)
+    for mine, other in zip(runs[0]["fp16"], runs[1]["fp16"], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_bf16_hook_on_gloo_is_refused(runs: Any) -> None:
+    for rank in runs:
+        assert rank["bf16"].startswith("MisconfigurationException: comm_hook='bf16' does not work on the 'gloo'")
+        assert "comm_hook='fp16'" in rank["bf16"]
+
+
+def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
+    for rank in runs:
+        assert "on purpose" in rank["failing"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"static_graph": True, "find_unused_parameters": True}, "Set one of them"),
+        ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown; use 'fp16', 'bf16' or None"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0 must be more than 0"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds=nan must be more than 0"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1 must be more than 0, or None"),
+        ({"start_method": "thread"}, "start_method='thread' is unknown"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeedkitDDPStrategy(**arguments)
+
+
+class _Wrapped:
+    """Stands for a wrapped model on another backend, whose torch refuses the hook."""
+
+    process_group = None
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        raise TypeError("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+")
+
+
+def test_what_torch_refuses_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = _Wrapped()
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    with pytest.raises(MisconfigurationException, match=r"'nccl' backend here.*comm_hook='fp16'"):
+        register_comm_hook(model, "bf16")
+    with pytest.raises(ValueError, match="is unknown"):
+        register_comm_hook(model, "powersgd")
