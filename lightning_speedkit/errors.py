@@ -8,6 +8,7 @@ One wrong argument is a ``ValueError`` or ``TypeError``; a combination that the 
     ├── PresetConflictError     (ValueError)         two presets set one thing differently
     ├── HardwareNeedError       (RuntimeError)       a preset needs what this machine does not have
     ├── MissingExtraError       (ImportError)        an optional library is not installed
+    ├── FactsError              (ValueError)         a record of a run that this version cannot read
     ├── QuantizationError       (RuntimeError)       a model could not be quantized or checked
     └── StoreError
         ├── StoreNotFoundError  (FileNotFoundError)  nothing at that path
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 __all__ = [
     "EmptyStoreError",
+    "FactsError",
     "HardwareNeedError",
     "MissingExtraError",
     "PresetConflictError",
@@ -64,6 +66,10 @@ class MissingExtraError(SpeedkitError, ImportError):
         super().__init__(
             f"{purpose} needs {library}, which is not installed: pip install 'lightning-speedkit[{extra}]'"
         )
+
+
+class FactsError(SpeedkitError, ValueError):
+    """A record of a run is damaged, or was written by a newer version of the kit."""
 
 
 class QuantizationError(SpeedkitError, RuntimeError):

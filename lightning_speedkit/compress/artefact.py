@@ -103,7 +103,7 @@ def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module
         layers = dict(result.named_modules())
         for name, weights in content["recurrent"].items():
             load_recurrent_weights(layers[name], weights)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # also a QuantizationError
         raise QuantizationError(
             f"{file} does not fit a {type(module).__name__} like this one ({error}). Pass a float model with the same "
             f"layers as the one that was quantized (with torch {content.get('torch')}; here is {torch.__version__})."

@@ -99,12 +99,19 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
         "static": [part.recipe() for part in parts],
         "dynamic": dynamic,
         "float": kept_float,
+        "shapes": _shapes(floating),
     }
     return _described(floating, result, recipe, used, reasons)
 
 
 def follow_recipe(floating: nn.Module, recipe: Mapping[str, Any]) -> nn.Module:
     """``floating`` with the structure of the int8 model that ``recipe`` describes; its weights are still to come."""
+    if (shapes := _shapes(floating)) != recipe["shapes"]:
+        names = sorted(name for name in {*shapes, *recipe["shapes"]} if shapes.get(name) != recipe["shapes"].get(name))
+        first = names[0] if names else "order"
+        raise QuantizationError(
+            f"its parameter {first!r} has shape {shapes.get(first)}, in the file {recipe['shapes'].get(first)}"
+        )
     pristine = copy_module(floating)
     for entry in recipe["static"]:
         part, name = copy_module(pristine.get_submodule(entry["name"])), entry["name"]
@@ -252,6 +259,11 @@ def _static_refusal(layer: nn.Module) -> str | None:
 
 def _is_fused(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.ao.nn.intrinsic") and isinstance(module, nn.Sequential)
+
+
+def _shapes(floating: nn.Module) -> dict[str, tuple[int, ...]]:
+    # int8 layers load weights of any shape without a word
+    return {name: tuple(weight.shape) for name, weight in floating.named_parameters()}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

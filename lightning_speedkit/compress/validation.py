@@ -91,6 +91,8 @@ def validation_metrics(
 def _validate(module: LightningModule, *, limit_val_batches: float = 1.0, **data: Any) -> Trainer:
     _disarm(module, LightningModule, ("prepare_data", "setup", "teardown", "configure_model", "configure_callbacks"))
     for part in module.modules():
+        if isinstance(part, LightningModule) and hasattr(part, "_metric_attributes"):
+            part._metric_attributes = None  # self.log() keeps ids of the metrics there, and a copy has other ones
         if isinstance(part, Metric):
             part.distributed_available_fn = _never  # the other ranks wait at a barrier and cannot answer
     with _quiet():

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.errors import FactsError
 from lightning_speedkit.facts.hardware import Hardware
 from lightning_speedkit.facts.run import RunFacts
 from lightning_speedkit.facts.timing import StepTiming
@@ -35,18 +35,18 @@ def run_to_json(run: RunFacts) -> str:
 
 
 def run_from_json(text: str) -> RunFacts:
-    """The facts that :func:`run_to_json` wrote; :class:`SpeedkitError` if the text is something else."""
+    """The facts that :func:`run_to_json` wrote; :class:`FactsError` if the text is something else."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise SpeedkitError(f"This is not the record of a run: it is not JSON ({error}).") from error
+        raise FactsError(f"This is not the record of a run: it is not JSON ({error}).") from error
     if not isinstance(content, dict) or content.get("schema") != "run":
-        raise SpeedkitError('This is not the record of a run: it lacks "schema": "run", which RunRecorder writes.')
+        raise FactsError('This is not the record of a run: it lacks "schema": "run", which RunRecorder writes.')
     version = content.get("schema_version")
     if not isinstance(version, int) or version < 1:
-        raise SpeedkitError(f"The record of the run has schema_version {version!r}; a whole number from 1 is allowed.")
+        raise FactsError(f"The record of the run has schema_version {version!r}; a whole number from 1 is allowed.")
     if version > SCHEMA_VERSION:
-        raise SpeedkitError(
+        raise FactsError(
             f"The record of the run has schema version {version}; this version of lightning_speedkit reads up to "
             f"{SCHEMA_VERSION}. Read it with the version that wrote it, or a newer one."
         )
@@ -57,7 +57,7 @@ def run_from_json(text: str) -> RunFacts:
             hardware["capability"] = tuple(hardware["capability"])
         return RunFacts(hardware=Hardware(**hardware), train=StepTiming(**fields.pop("train")), **fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise SpeedkitError(f"The record of the run is damaged: {error}.") from error
+        raise FactsError(f"The record of the run is damaged: {error}.") from error
 
 
 def write_run(run: RunFacts, path: str | os.PathLike[str]) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.errors import FactsError
 from lightning_speedkit.facts import Hardware, RunFacts, StepTiming, codec, read_run, run_from_json, run_to_json
 from lightning_speedkit.facts import write_run as write
 
@@ -44,7 +44,7 @@ def test_round_trip(run: RunFacts) -> None:
 
 def test_a_newer_version_is_refused_with_both_versions() -> None:
     content = {**json.loads(run_to_json(RUN)), "schema_version": 7}
-    with pytest.raises(SpeedkitError, match=r"schema version 7; .* reads up to 1"):
+    with pytest.raises(FactsError, match=r"schema version 7; .* reads up to 1"):
         run_from_json(json.dumps(content))
 
 
@@ -69,7 +69,7 @@ def test_an_older_file_that_lacks_fields_gets_their_defaults() -> None:
     ],
 )
 def test_damage_is_told(text: str, told: str) -> None:
-    with pytest.raises(SpeedkitError, match=told):
+    with pytest.raises(FactsError, match=told):
         run_from_json(text)
 
 

@@ -287,7 +287,7 @@ def test_a_failure_after_training_keeps_the_facts(tmp_path: Path) -> None:
     assert read_run(path) == recorder.run
     assert (recorder.run.outcome, recorder.run.train.steps) == ("completed", 3)
     path.unlink()
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match="invalid dataloader"):
         fitting.fit(Model(), [object()])  # fails before training: nothing new to write, and the old is not repeated
     assert not path.exists()
 
