@@ -353,6 +353,14 @@ def test_a_fault_of_the_presets_is_a_wrong_command_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", ["program", "yaml"])
+def test_to_repeat_what_a_preset_sets_lifts_no_need(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"presets": ["single-gpu"], "trainer": {"accelerator": "gpu"} if how == "yaml" else {}}
+    with pytest.raises(SystemExit):
+        _cli(args, trainer_defaults={"accelerator": "gpu"} if how == "program" else {})
+    assert "'single-gpu' needs a GPU" in capsys.readouterr().err
+
+
 def test_a_trainer_without_the_argument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     class Small(Trainer):
         def __init__(self, accelerator: str = "cpu", callbacks: Any = None) -> None:

@@ -543,3 +543,28 @@ def test_arguments_are_copied() -> None:
     callback = QuantizeOnFitEnd(skip=skip)
     skip.append("body")
     assert callback.skip == ["head"]
+
+
+def test_without_a_metric_auto_goes_on_to_dynamic_and_says_why_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_speedkit.compress.trial._LARGEST_ERROR", 0.0)
+    callback = QuantizeOnFitEnd()
+    with pytest.warns(UserWarning, match="kept no int8 model"):
+        quiet_trainer(callbacks=[callback], max_epochs=1).fit(Digits(ConvNet()), digit_loader(0, 128))
+    report = _report(callback)
+    assert len(report.attempts) == 2
+    assert report.reason.count("No validation metric was logged.") == 1
+    assert report.reason.count("The outputs differ by") == 1
+
+
+def test_a_step_that_fails_outside_the_fit_is_named_in_the_report() -> None:
+    class NeedsTheFit(Digits):
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.optimizers:
+                raise LookupError("no optimizer here")
+
+    callback = QuantizeOnFitEnd()
+    _fit(NeedsTheFit(mlp()), callback, max_epochs=1)
+    report = _report(callback)
+    assert report.kept
+    assert report.metric is None
+    assert report.reason.startswith("Validation failed (LookupError: no optimizer here). The outputs differ by 0.0")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +12,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DistributedSampler
 
-from lightning_speedkit.data import LMDBDataModule, LMDBDataset, SpeedkitDataModule, verify_lmdb, write_lmdb
-from lightning_speedkit.data import lmdb_datamodule as module_under_test
-from lightning_speedkit.errors import EmptyStoreError
-from tests.data.forked import end_of_fork
+from lightning_speedkit.data import LMDBDataModule, SpeedkitDataModule
+from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
 from tests.two_ranks import on_two_ranks
-
-SIZES = {"train": 24, "val": 6, "test": 7, "predict": 5}
-
-
-class Numbers(LMDBDataModule):
-    """Samples ``(vector, number)``, whose number says which they are."""
-
-    def samples(self, split: str) -> Iterator[tuple[torch.Tensor, int]] | None:
-        return ((torch.full((4,), i / 10), i) for i in range(SIZES[split]))
-
-
-class Recorder(LightningModule):
-    """A linear model that remembers the numbers of the batches that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen: dict[str, list[list[int]]] = {split: [] for split in SIZES}
-
-    def _take(self, split: str, batch: Any) -> torch.Tensor:
-        assert type(batch) is tuple
-        vectors, numbers = batch
-        assert numbers.dtype == torch.int64
-        torch.testing.assert_close(vectors, (numbers / 10)[:, None].expand(-1, 4))
-        self.seen[split].append(numbers.tolist())
-        return self.layer(vectors).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._take("train", batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if not self.trainer.sanity_checking:
-            self._take("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._take("test", batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._take("predict", batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def trainer(**arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **arguments})
-
-
-def flat(batches: list[list[int]]) -> list[int]:
-    return [number for batch in batches for number in batch]
 
 
 def epochs_of(data: SpeedkitDataModule, epochs: int = 2) -> list[list[int]]:
@@ -201,97 +146,6 @@ def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error:
         LMDBDataModule(tmp_path, **arguments)
 
 
-def test_a_missing_split_is_no_loader_or_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
-    write_lmdb([(torch.ones(4) * 0.1, 1)] * 4, tmp_path / "train.lmdb")
-    model, data = Recorder(), LMDBDataModule(tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*val.*")
-        trainer(max_epochs=1).fit(model, datamodule=data)
-    assert flat(model.seen["train"]) == [1, 1, 1, 1]
-    for run in (trainer().validate, trainer().test, trainer().predict):
-        with pytest.raises(MisconfigurationException, match=r"In that folder: train.lmdb"):
-            run(model, datamodule=data)
-    with pytest.raises(MisconfigurationException, match=r"train.lmdb. In that folder: no .lmdb file"):
-        trainer(max_epochs=1).fit(model, datamodule=LMDBDataModule(tmp_path / "nowhere"))
-
-
-def test_only_missing_splits_are_packed_and_only_once(tmp_path: Path) -> None:
-    write_lmdb([(torch.zeros(4), 0)], tmp_path / "val.lmdb")
-    asked = []
-
-    class Asked(Numbers):
-        def samples(self, split: str) -> Any:
-            asked.append(split)
-            return None if split == "predict" else super().samples(split)
-
-    data = Asked(tmp_path)
-    data.prepare_data()
-    assert asked == ["train", "test", "predict"]
-    data.prepare_data()
-    assert asked[3:] == ["predict"]
-    assert [verify_lmdb(data.path(split)).samples for split in ("train", "val", "test")] == [24, 1, 7]
-    assert data.predict_dataloader() == []
-
-
-def test_samples_that_yield_nothing(tmp_path: Path) -> None:
-    class Nothing(LMDBDataModule):
-        def samples(self, split: str) -> Any:
-            return iter(())
-
-    with pytest.raises(EmptyStoreError, match=r"samples\('train'\) of Nothing yielded nothing"):
-        Nothing(tmp_path).prepare_data()
-    assert not list(tmp_path.iterdir())
-
-
-def test_two_processes_pack_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, go = os.pipe()
-    trace = tmp_path / "trace"
-    trace.write_text("")
-
-    class Traced(Numbers):
-        def samples(self, split: str) -> Any:
-            return self._numbers() if split == "train" else None
-
-        def _numbers(self) -> Iterator[int]:
-            with trace.open("a") as file:
-                file.write("packed ")
-            os.write(go, b"x")
-            yield from range(5)
-
-    child = os.fork()
-    if child == 0:
-        Traced(tmp_path / "root").prepare_data()
-        os._exit(0)
-    assert os.read(started, 1) == b"x"  # the child is packing, or has just packed
-    Traced(tmp_path / "root").prepare_data()
-    os.waitpid(child, 0)
-    assert trace.read_text() == "packed "
-    assert len(LMDBDataset(tmp_path / "root" / "train.lmdb")) == 5
-    # And when both have seen that nothing is there: the one that had to wait finds the other's store.
-    other = tmp_path / "other"
-    real = module_under_test.exclusive_lock
-
-    def packed_meanwhile(path: Path, *, wait: bool) -> Any:
-        monkeypatch.setattr(module_under_test, "exclusive_lock", real)
-        assert end_of_fork(lambda: Traced(other).prepare_data()) == "returned"
-        return real(path, wait=wait)
-
-    monkeypatch.setattr(module_under_test, "exclusive_lock", packed_meanwhile)
-    Traced(other).prepare_data()
-    assert trace.read_text() == "packed packed "
-
-
-def test_transforms_per_split(tmp_path: Path) -> None:
-    class Shifted(Numbers):
-        def transform(self, split: str) -> Callable[[Any], Any] | None:
-            return (lambda sample: sample[1] + 100) if split == "train" else None
-
-    data = Shifted(tmp_path, shuffle=False, batch_size=3)
-    data.prepare_data()
-    assert next(iter(data.train_dataloader())).tolist() == [100, 101, 102]
-    assert next(iter(data.val_dataloader()))[1].tolist() == [0, 1, 2]
-
-
 def test_any_dataset_can_be_served() -> None:
     class Squares(SpeedkitDataModule):
         def dataset(self, split: str) -> list[tuple[torch.Tensor, int]] | None:
@@ -308,20 +162,25 @@ def test_any_dataset_can_be_served() -> None:
         SpeedkitDataModule().train_dataloader()
 
 
-def _fit_on_a_rank(root: str, shuffle: bool, workers: int) -> tuple[list[list[int]], list[list[int]], bool]:
+Seen = tuple[list[list[int]], list[list[int]]]
+
+
+def _fit_on_a_rank(root: str) -> list[Seen]:
     torch.manual_seed(int(os.environ["RANK"]))  # ranks that differ here must still agree on the order
-    model, data = Recorder(), Numbers(root, batch_size=4, shuffle=shuffle, num_workers=workers, seed=2)
-    run = trainer(max_epochs=2, devices=2, strategy="ddp")
-    run.fit(model, datamodule=data)
-    return model.seen["train"], model.seen["val"], Path(root, "train.lmdb").exists()
+    seen = []
+    for shuffle, workers in ((True, 1), (False, 0)):
+        model, data = Recorder(), Numbers(root, batch_size=4, shuffle=shuffle, num_workers=workers, seed=2)
+        trainer(max_epochs=2, devices=2, strategy="ddp").fit(model, datamodule=data)
+        seen.append((model.seen["train"], model.seen["val"]))
+    return seen
 
 
-@pytest.mark.parametrize(("shuffle", "workers"), [(True, 1), (False, 0)])
-def test_two_ranks_read_disjoint_halves_of_one_order(tmp_path: Path, shuffle: bool, workers: int) -> None:
-    ranks = on_two_ranks(_fit_on_a_rank, str(tmp_path / "stores"), shuffle, workers)
-    for epoch in range(2):
-        halves = [flat(train[3 * epoch : 3 * epoch + 3]) for train, _, _ in ranks]
-        order = torch.randperm(24, generator=torch.Generator().manual_seed(2 + epoch)).tolist()
-        order = order if shuffle else list(range(24))
-        assert halves == [order[0::2], order[1::2]]
-    assert sorted(flat(ranks[0][1][:1] + ranks[1][1][:1])) == list(range(6))
+def test_two_ranks_read_disjoint_halves_of_one_order(tmp_path: Path) -> None:
+    first, second = on_two_ranks(_fit_on_a_rank, str(tmp_path / "stores"))
+    for shuffle, (train, val), (other_train, other_val) in zip((True, False), first, second, strict=True):
+        for epoch in range(2):
+            halves = [flat(part[3 * epoch : 3 * epoch + 3]) for part in (train, other_train)]
+            order = torch.randperm(24, generator=torch.Generator().manual_seed(2 + epoch)).tolist()
+            order = order if shuffle else list(range(24))
+            assert halves == [order[0::2], order[1::2]]
+        assert sorted(flat(val[:1] + other_val[:1])) == list(range(6))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import lmdb
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from lightning_speedkit.data import LMDBDataset, lmdb_store, write_lmdb
-from lightning_speedkit.errors import StoreCorruptError, StoreError, StoreNotFoundError
-from tests.data.forked import end_of_fork
+from lightning_speedkit.data import LMDBDataset, write_lmdb
+from lightning_speedkit.errors import (
+    StoreCorruptError,
+    StoreNotFoundError,
+)
 from tests.data.samples import same, varied_samples
 
 COUNT = 40
@@ -67,42 +67,6 @@ def test_spawned_workers(path: Path, method: str) -> None:
         assert numbers(loader) == list(range(0, 2 * COUNT, 2))
 
 
-def test_a_fork_of_a_fork_and_a_user_in_each(path: Path) -> None:
-    dataset = LMDBDataset(path)
-    assert dataset[1][1] == 1
-
-    def child() -> None:
-        other = LMDBDataset(path)
-        assert (dataset[2][1], other[2][1]) == (2, 2)
-        assert end_of_fork(lambda: (dataset[3], other[3])) == "returned"
-        dataset.close()
-        assert other[4][1] == 4
-        assert dataset[4][1] == 4
-
-    assert end_of_fork(child) == "returned"
-    assert dataset[5][1] == 5
-
-
-def test_a_file_is_open_once_and_as_long_as_it_is_used(path: Path, tmp_path: Path) -> None:
-    def opened() -> int:
-        return sum(os.path.realpath(link) == str(path) for link in Path("/proc/self/fd").iterdir())
-
-    first, second = LMDBDataset(path), LMDBDataset(path)
-    assert opened() == 0  # nothing is held before the first read, so that workers can be started
-    first[0], second[0]
-    assert opened() == 1
-    assert lmdb_store._file_id(path.stat()) in lmdb_store._table
-    first.close()
-    first.close()
-    assert second[1][1] == 1
-    del second
-    gc.collect()
-    assert opened() == 0
-    assert lmdb_store._file_id(path.stat()) not in lmdb_store._table
-    assert first[2][1] == 2
-    first.close()
-
-
 def test_pickle_and_copy_hold_no_handle(path: Path) -> None:
     dataset = LMDBDataset(path, transform=double_label)
     dataset[0]
@@ -145,7 +109,7 @@ def test_a_read_only_folder(path: Path) -> None:
 def test_a_store_written_anew_is_not_mixed_with_the_old_one(path: Path) -> None:
     held, unopened = LMDBDataset(path), LMDBDataset(path)
     assert held[0][1] == 0
-    write_lmdb(((torch.zeros(500), -i) for i in range(COUNT)), path)
+    write_lmdb(((torch.zeros(500), -i) for i in range(COUNT)), path, block_bytes=8192)
     assert held[9][1] == 9  # what is open stays open
     with pytest.raises(StoreCorruptError, match="written again after this dataset was made"):
         unopened[0]
@@ -160,14 +124,6 @@ def test_a_store_that_vanishes(path: Path) -> None:
         dataset[0]
 
 
-def test_the_users_own_environment_over_the_file_is_named(path: Path) -> None:
-    with lmdb.open(str(path), subdir=False, readonly=True, lock=False):
-        try:
-            assert LMDBDataset(path)[1][1] == 1  # a binding of version 1 opens it twice
-        except StoreError as error:
-            assert "already open" in str(error)  # noqa: PT017
-
-
 def test_subset_and_transform(path: Path) -> None:
     dataset = LMDBDataset(path, transform=double_label)
     assert numbers(DataLoader(Subset(dataset, [4, 2, -1]), batch_size=2)) == [8, 4, 2 * (COUNT - 1)]
@@ -179,3 +135,17 @@ def test_random_state_is_left_alone(path: Path) -> None:
     before = torch.get_rng_state()
     LMDBDataset(path)[0]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_index_errors_name_the_range(tmp_path: Path) -> None:
+    dataset = LMDBDataset(write_lmdb([1, 2, 3], tmp_path / "a.lmdb"))
+    assert [dataset[i] for i in (-3, -1, 0, 2)] == [1, 3, 1, 3]
+    assert dataset[np.int64(1)] == dataset[torch.tensor(1)] == 2
+    for index in (3, -4, 10**30):
+        with pytest.raises(IndexError, match="0 to 2"):
+            dataset[index]
+        with pytest.raises(IndexError, match="0 to 2"):
+            dataset.__getitems__([0, index])
+    with pytest.raises(TypeError, match="Subset"):
+        dataset[0:2]  # type: ignore[index]
+    assert list(dataset) == [1, 2, 3]

@@ -235,6 +235,13 @@ def test_a_lack_says_what_is_needed_what_is_here_and_what_to_use(
         assert part in str(raised.value)
 
 
+def test_to_repeat_what_a_preset_sets_lifts_no_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HardwareNeedError, match="'single-gpu' needs a GPU"):
+        trainer_kwargs("single-gpu", accelerator="gpu")
+    stand_on(monkeypatch, H100)
+    assert trainer_kwargs("single-gpu", accelerator="gpu")["accelerator"] == "gpu"
+
+
 def test_two_machines_have_the_devices_that_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_on(monkeypatch, H100)
     assert trainer_kwargs("ddp", num_nodes=2)["strategy"] == "speedkit_ddp"
