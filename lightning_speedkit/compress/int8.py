@@ -79,7 +79,7 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
     engine = quantized_engine()
     used = used_modules(floating, calls)
     reasons: dict[str, str] = {}
-    kept_float = [name for name in weighted_layers(floating) if _matches(name, skip)]
+    kept_float = [n for n, layer in weighted_layers(floating).items() if _matches(n, skip) or _static_refusal(layer)]
     result = copy_module(floating)
     parts: list[_Part] = []
     if "fx_static" in method:
@@ -152,7 +152,7 @@ class _Search:
 
     def _worth(self, module: nn.Module, name: str) -> bool:
         return any(
-            type(m) in self.wanted and path in self.used and path not in self.kept_float and _static_refusal(m) is None
+            type(m) in self.wanted and path in self.used and path not in self.kept_float
             for path, m in ((f"{name}.{key}".strip("."), m) for key, m in module.named_modules())
         )
 
@@ -165,10 +165,7 @@ class _Search:
         is_layer = type(module) in self.wanted
         part = nn.Sequential(copy_module(module)) if is_layer else copy_module(module)
         template = signature_template(part, call.args, call.kwargs)
-        refused = [k for k, m in module.named_modules() if k and type(m) in CONVOLUTIONS and _static_refusal(m)]
-        graph = observe_forward(
-            copy_module(part), template, engine=self.engine, skip=[*_inside(name, self.kept_float), *refused]
-        )
+        graph = observe_forward(copy_module(part), template, engine=self.engine, skip=_inside(name, self.kept_float))
         if not any(type(m) in self.wanted or _is_fused(m) for m in graph.modules()):
             raise QuantizationError("its layers are out of reach inside a module of torch")
         run_by_graph(part, copy.deepcopy(graph), template)
@@ -234,6 +231,8 @@ def _described(
 def _why(
     name: str, layer: nn.Module, recipe: Mapping[str, Any], used: Mapping[str, Call], reasons: Mapping[str, str]
 ) -> str:
+    if (refusal := _static_refusal(layer)) is not None:
+        return refusal
     if name in recipe["float"]:
         return "named in skip"
     if isinstance(layer, nn.MultiheadAttention):
@@ -242,8 +241,6 @@ def _why(
         return "nn.MultiheadAttention reads its float weight"
     if name not in used:
         return "not called on the calibration batches"
-    if (refusal := _static_refusal(layer)) is not None:
-        return refusal
     owners = [owner for owner in reasons if owner in ("", name) or name.startswith(f"{owner}.")]
     if type(layer) in (*CONVOLUTIONS, nn.Linear) and owners:
         return reasons[max(owners, key=len)]

@@ -11,7 +11,7 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         name="quantize-int8",
         kind="compress",
-        summary="an int8 copy for CPU inference at the end of the fit, kept if the validation metric holds",
+        summary="An int8 copy for inference on a CPU when training ends, kept only if the validation metric holds.",
         patch=TrainerPatch(callbacks=(Part(QuantizeOnFitEnd, {}),)),
     ),
 )

@@ -103,6 +103,7 @@ def try_int8(
     except QuantizationError as failure:
         return None, replace(report, reason=str(failure))
     made: Int8Model | None = None
+    no_metric = report.reason
     for method in methods_of(floating, backend):
         try:
             candidate, error = checked_int8(floating, calls, method, skip)
@@ -111,7 +112,8 @@ def try_int8(
             report = replace(report, reason=str(failure)) if made is None else report
             continue
         made = candidate
-        report = _judged(_described(report, made, error), made, error, validation, judge)
+        report = _described(replace(report, reason=no_metric), made, error)
+        report = _judged(report, made, error, validation, judge)
         report = replace(report, attempts=(*report.attempts, f"{report.backend}: {report.reason}"))
         if report.kept or not made.recipe["static"]:
             break

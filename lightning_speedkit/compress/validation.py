@@ -53,6 +53,7 @@ def _recorded(module: LightningModule, step: Any, batches: Sequence[Any], *, inc
     twin.validation_step = step(twin)  # type: ignore[method-assign]
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
         setattr(twin, hook, _unchanged)  # these batches have been through them
+    _disarm(twin, LightningModule, ("on_validation_epoch_end", "on_validation_end"))  # the metrics come later
     with record_calls(twin, include_root=include_root) as calls:
         _validate(twin, dataloaders=_Batches(batches))
     return calls
@@ -159,8 +160,8 @@ class _Mute(logging.Filter):
 
 
 def _disarm(target: object, base: type, hooks: Sequence[str]) -> None:
-    # what these hooks do was done in the fit. A hook of one's own would not do: where prepare_data is overridden, the
-    # Trainer meets the other ranks, who are waiting elsewhere
+    # back to what Lightning defines: where prepare_data is overridden, if only by an empty function, the Trainer meets
+    # the other ranks, who are waiting elsewhere
     for hook in hooks:
         setattr(target, hook, MethodType(getattr(base, hook), target))
 

@@ -54,9 +54,9 @@ class Seal:
     """What is known of a store before LMDB opens it.
 
     ``tree_runs`` are the pages that LMDB walks, as (first page, number of pages); ``tree_crc`` is the CRC-32 of those
-    pages, ``rest_crc`` of all bytes that are neither tree nor the value of a record, ``record_crc`` of the ``crc``
-    record, which in turn covers all other records. ``fingerprint`` is the footer itself: it differs for any two stores
-    with different content.
+    pages, ``rest_crc`` of all bytes that are neither tree nor the value of a record. ``record_crc`` is the checksum
+    at the end of the ``crc`` record, which covers all other records. ``fingerprint`` is the footer itself: two stores
+    with different content have different ones, as far as checksums tell them apart.
     """
 
     version: int
@@ -96,7 +96,7 @@ def block_key(block: int) -> bytes:
 def seal_for(file: int) -> tuple[Seal, list[Record]]:
     """The seal of a finished LMDB file that has none yet, and its records. The file is closed in LMDB and synced."""
     meta = read_lmdb_meta(file)
-    assert meta is not None, "the writer has just written this file"
+    assert meta is not None
     pages, records = walk_tree(file, meta)
     by_key = {record.key: record for record in records}
     runs = _runs(sorted([0, 1, *pages]))
@@ -116,7 +116,8 @@ def seal_for(file: int) -> tuple[Seal, list[Record]]:
         tree_runs=tuple(runs),
         tree_crc=crc_of_spans(file, spans),
         rest_crc=crc_of_spans(file, uncovered_spans(spans, records, lmdb_bytes)),
-        record_crc=crc_of_spans(file, [crc_record.span]),
+        # Without its last 4 bytes: the CRC of bytes that end in their own CRC is the same number for all.
+        record_crc=crc_of_spans(file, [(crc_record.start, crc_record.span[1] - 4)]),
     )
     return seal, records
 

@@ -32,28 +32,21 @@ _FileId = tuple[int, int]
 class OpenStore:
     """An open store. Get one from :func:`open_store`; give it back with :meth:`close`."""
 
-    def __init__(self, path: Path, file: int, identity: _FileId) -> None:
+    def __init__(self, path: Path, identity: _FileId, seal: Seal, engine: Any) -> None:
         self.path = path
         self.process = os.getpid()
         self.users = 1
         self.closed = False
-        self.seal: Seal = read_seal(file, path)
+        self.seal = seal
         self._identity = identity
+        self._engine = engine
         self._lock = threading.Lock()
         self._blocks: dict[int, NDArray[np.uint8]] = {}
-        try:
-            self._engine: Any = open_engine(path, readonly=True, map_bytes=self.seal.lmdb_bytes)
-        except LmdbError as error:
-            raise StoreError(f"LMDB cannot open {path}: {error}") from error
-        try:
-            self._transaction = self._engine.begin(buffers=True)
-            meta, index, crc = (self._record(key) for key in (META, INDEX, CRC))
-            self._crcs = check_crc_record(crc, meta, index, path, self.seal)
-            self.index = StoreIndex.of(bytes(meta), index)
-            self.index.check()
-        except BaseException:
-            self._engine.close()
-            raise
+        self._transaction: Any = engine.begin(buffers=True)
+        meta, index, crc = (self._record(key) for key in (META, INDEX, CRC))
+        self._crcs = check_crc_record(crc, meta, index, path, seal)
+        self.index = StoreIndex.of(bytes(meta), index)
+        self.index.check()
 
     def read(self, sample: int) -> Any:
         """A sample by its number, from 0 to ``index.samples - 1``; it shares no memory with the store."""
@@ -127,12 +120,10 @@ def open_store(path: Path) -> OpenStore:
                     if not store.closed:
                         return store
                     continue
-                store = OpenStore(path, file, identity)
-                if not _is_still_at(path, identity):  # replaced while LMDB opened it by its name
-                    store.abandon()
-                    continue
-                _table[identity] = store
-                return store
+                store = _open(path, file, identity)
+                if store is not None:
+                    _table[identity] = store
+                    return store
             finally:
                 os.close(file)
 
@@ -140,6 +131,25 @@ def open_store(path: Path) -> OpenStore:
 def table_lock() -> threading.RLock:
     """The lock of this process's table of open stores, for a caller that must open a store at most once."""
     return _table_lock
+
+
+def _open(path: Path, file: int, identity: _FileId) -> OpenStore | None:
+    """A new open store, or ``None`` if the file was replaced before LMDB, which wants a name, could open it."""
+    seal = read_seal(file, path)
+    try:
+        engine = open_engine(path, readonly=True, map_bytes=seal.lmdb_bytes)
+    except LmdbError as error:
+        if not _is_still_at(path, identity):
+            return None
+        raise StoreError(f"LMDB cannot open {path}: {error}") from error
+    try:
+        if _is_still_at(path, identity):
+            return OpenStore(path, identity, seal, engine)
+    except BaseException:
+        engine.close()
+        raise
+    engine.close()
+    return None
 
 
 def _is_still_at(path: Path, identity: _FileId) -> bool:

@@ -87,7 +87,7 @@ def verify_lmdb(path: str | os.PathLike[str]) -> StoreReport:
 def check_crc_record(record: bytes | memoryview, meta: bytes | memoryview, index: bytes | memoryview, path: Path,
                      seal: Seal) -> tuple[int, ...]:  # fmt: skip
     """The CRC-32 of each block, after those of ``meta``, ``index`` and of the record itself have been checked."""
-    if zlib.crc32(record) != seal.record_crc:
+    if zlib.crc32(record[:-4]) != seal.record_crc or record[-4:] != seal.record_crc.to_bytes(4, "little"):
         raise StoreCorruptError(f"{path}: the checksum of the record 'crc' does not match; the file is damaged.")
     meta_crc, index_crc, *blocks = struct.unpack_from(f"<{seal.blocks + 2}I", record, 16)
     for name, data, crc in (("meta", meta, meta_crc), ("index", index, index_crc)):

@@ -95,10 +95,10 @@ def run_demo(
 
 
 def _measure(work: Path, quick: bool, seed: int, progress: _Phases) -> DemoResults:
+    started = time.perf_counter()
     limit = _QUICK_LIMIT if quick else None
     settings = TrainingSettings(seed=seed, epochs=2, batch_size=16) if quick else TrainingSettings(seed=seed)
     samples = {split: len(split_indices(split)[:limit]) for split in SPLITS}
-    steps = settings.epochs * -(-samples["train"] // settings.batch_size)
     images, stores = str(work / "images"), str(work / "stores")
     hardware = read_hardware()
     bundle = bundle_for(hardware)
@@ -106,25 +106,27 @@ def _measure(work: Path, quick: bool, seed: int, progress: _Phases) -> DemoResul
     with progress.phase("Writing the digits as image files", sum(samples.values())) as tick:
         write_image_folder(images, limit=limit, advance=tick)
     data = DigitsDataModule(stores, images, settings.batch_size, settings.seed)
-    with progress.phase("Packing them into LMDB stores", 1) as tick:
-        seconds_packing = pack(data)
-        tick()
+    with progress.phase("Packing them into LMDB stores", sum(samples.values())) as tick:
+        seconds_packing = pack(data, advance=tick)
     disk = _measure_disk(images, stores, seconds_packing)
 
-    with progress.phase("Warming up, not measured", 1) as tick:
-        _warm_up(images, data, settings, bundle)
-        tick()
-    with progress.phase("Training from files, plain Trainer", steps) as tick:
-        files = train_from_files(new_model(seed), images, settings, tick=tick)
-    with progress.phase("Training from files, two workers", steps) as tick:
-        workers = train_from_files(new_model(seed), images, settings, num_workers=2, tick=tick)
-    with progress.phase("Training from LMDB, plain Trainer", steps) as tick:
-        store = train_from_store(new_model(seed), data, settings, tick=tick)
     # a model that has hardly trained answers by chance, so that a tolerance would decide by chance too
     quantize = QuantizeOnFitEnd(max_metric_drop=1.0 if quick else 0.01, folder=str(work / "quantized"))
     model = new_model(seed)
-    with progress.phase(f"Training from LMDB, preset {bundle}, then int8", steps) as tick:
-        tuned = train_from_store(model, data, settings, presets=(bundle,), callbacks=[quantize], tick=tick)
+    ways: dict[str, _Way] = {
+        "files, plain Trainer": lambda tick: train_from_files(new_model(seed), images, settings, tick=tick),
+        "files, two workers": lambda tick: train_from_files(
+            new_model(seed), images, settings, num_workers=2, tick=tick
+        ),
+        "LMDB, plain Trainer": lambda tick: train_from_store(new_model(seed), data, settings, tick=tick),
+        f"LMDB, preset {bundle}": lambda tick: train_from_store(
+            new_model(seed), data, settings, presets=(bundle,), tick=tick
+        ),
+    }
+    first = {**ways}
+    first[f"LMDB, preset {bundle}"] = lambda tick: train_from_store(
+        model, data, settings, presets=(bundle,), callbacks=[quantize], tick=tick
+    )
     return DemoResults(
         hardware=hardware,
         versions=read_versions(),

@@ -86,20 +86,15 @@ def _highlights(results: DemoResults) -> Highlights:
         Highlight(
             f"{rates[1] / rates[0]:.2f}×",
             "samples per second",
-            f"{format_number(rates[1])}, was {format_number(rates[0])}",
+            f"{format_number(rates[1])}, was {format_number(rates[0])}; test accuracy {_percent(after.test_accuracy)}, "
+            f"was {_percent(before.test_accuracy)}",
         ),
         Highlight(_ms(_data(after)), "waiting for data per step", f"was {_ms(_data(before))}"),
-        Highlight(_percent(after.test_accuracy), "test accuracy", f"was {_percent(before.test_accuracy)}"),
     ]
     int8 = results.quantization
     if int8.kept:
-        items.append(
-            Highlight(
-                _kib(int8.bytes_int8),
-                "model in int8",
-                f"was {_kib(int8.bytes_float)}; accuracy {_percent(int8.test_accuracy_int8)}",
-            )
-        )
+        told = f"was {_kib(int8.bytes_float)}; test accuracy {_percent(int8.test_accuracy_int8)}"
+        items.append(Highlight(_kib(int8.bytes_int8), "model in int8", told))
     return Highlights(items)
 
 

@@ -11,7 +11,7 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         name="accumulate-4",
         kind="optimize",
-        summary="one step per 4 batches, with the gradient of one big batch",
+        summary="One optimizer step per 4 batches, with the gradient of one batch of all their samples.",
         patch=TrainerPatch(callbacks=(Part(AccumulationScheduler, {"schedule": 4}),)),
     ),
 )

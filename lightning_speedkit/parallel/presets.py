@@ -10,14 +10,14 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         name="ddp",
         kind="parallel",
-        summary="one process per device, gradients averaged",
+        summary="One process per device, gradients averaged.",
         patch=TrainerPatch(arguments={"strategy": "speedkit_ddp"}),
         needs=("devices>=2",),
     ),
     Preset(
         name="ddp-static",
         kind="parallel",
-        summary="ddp for a model that uses the same parameters in every step",
+        summary="DDP for a model that uses the same parameters in every step; also with accumulation.",
         patch=TrainerPatch(arguments={"strategy": "speedkit_ddp_static"}),
         needs=("devices>=2",),
     ),

@@ -156,7 +156,8 @@ def _needs_left(one: Chosen, settings: tuple[Setting, ...], given: Given) -> tup
     replaced = [setting for setting in own if given.replaces(setting)]
     if own and len(replaced) == len(own):
         return ()  # nothing of it is used
-    if any(setting.key == ("accelerator", None) for setting in replaced):
+    elsewhere = given.arguments.get("accelerator")
+    if any(setting.key == ("accelerator", None) and setting.value != elsewhere for setting in replaced):
         return tuple(need for need in one.preset.needs if need.startswith("extra:"))  # it runs somewhere else
     return one.preset.needs
 

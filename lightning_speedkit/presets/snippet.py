@@ -15,7 +15,7 @@ from lightning_speedkit.presets.selection import trainer_argument_names
 __all__ = ["python_line", "python_snippet", "yaml_snippet"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_IMPORTS = "from lightning.pytorch import Trainer\nfrom lightning_speedkit.presets import trainer_kwargs\n"
+_IMPORTS = "from lightning.pytorch import Trainer\nfrom lightning_speedkit import trainer_kwargs\n"
 
 
 def python_line(names: Sequence[str], arguments: Mapping[str, Any] = _NOTHING) -> str:
@@ -42,7 +42,7 @@ def python_snippet(names: Sequence[str], arguments: Mapping[str, Any] = _NOTHING
 
     >>> print(python_snippet(["fp32"]))
     from lightning.pytorch import Trainer
-    from lightning_speedkit.presets import trainer_kwargs
+    from lightning_speedkit import trainer_kwargs
     trainer = Trainer(**trainer_kwargs('fp32'))
     """
     return _IMPORTS + python_line(names, arguments)

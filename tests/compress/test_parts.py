@@ -195,6 +195,20 @@ class TestArtefact:
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
         assert path.read_text() == "old"
 
+    def test_layers_left_in_float_are_left_in_float_again(self, tmp_path: Path) -> None:
+        def net() -> nn.Module:
+            circular = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")
+            return nn.Sequential(
+                nn.Conv2d(1, 4, 3), circular, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3)
+            )
+
+        x = torch.rand(4, 1, 8, 8)
+        int8, details = quantize_model(net(), [x], skip=["4"])
+        assert (details.backend, details.layers_quantized) == ("fx_static", ("0", "3"))
+        assert details.skipped == {"1": "padding_mode='circular' has no int8 version", "4": "named in skip"}
+        save_quantized(int8, details.recipe, tmp_path / "model.pt")
+        torch.testing.assert_close(load_quantized(tmp_path, net())(x), int8(x), rtol=0, atol=0)
+
     def test_weights_of_another_training_are_replaced(self, tmp_path: Path) -> None:
         int8, details = quantize_model(mlp(), [torch.rand(4, 1, 8, 8)])
         save_quantized(int8, details.recipe, tmp_path / "model.pt")
