@@ -21,6 +21,7 @@ from lightning_speedkit.demo.runs import (
     TrainingSettings,
     bundle_for,
     new_model,
+    pack,
     train_from_files,
     train_from_store,
 )
@@ -36,7 +37,7 @@ def train(way: str, epochs: int, limit: int | None = None) -> dict[str, float]:
         images = str(Path(folder, "images"))
         write_image_folder(images, limit=limit)
         data = DigitsDataModule(str(Path(folder, "stores")), images, settings.batch_size, settings.seed)
-        data.prepare_data()
+        pack(data)
         _train(way, images, data, replace(settings, epochs=1))
         result = _train(way, images, data, settings)
     timing = result.timing

@@ -1,6 +1,6 @@
 """Draws docs/architecture.svg, the map of the layers, from the layer contract in pyproject.toml.
 
-    python docs/draw_architecture.py
+python docs/draw_architecture.py
 """
 
 from __future__ import annotations

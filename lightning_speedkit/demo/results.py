@@ -82,7 +82,7 @@ class QuantizationResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResults:
     """The whole run of the demo. ``trainings`` are, in this order: from files, from files with
-    two workers, from LMDB, and from LMDB with the preset ``bundle``."""
+    two workers, from LMDB, and from LMDB with the preset ``bundle``. Each is the faster of ``rounds`` trainings."""
 
     hardware: Hardware
     versions: Mapping[str, str]
@@ -95,6 +95,7 @@ class DemoResults:
     trainings: tuple[TrainingResult, ...]
     quantization: QuantizationResult
     seconds_total: float
+    rounds: int = 1
     image_size: int = 0
     samples: Mapping[str, int] = field(default_factory=dict)
 

@@ -24,6 +24,7 @@ from lightning_speedkit.report import (
 __all__ = ["demo_document", "demo_summary"]
 
 _TITLE = "Handwritten digits, before and after"
+_DISTURBED = 1.15
 _QUICK = Text(
     "This was a quick run of a few steps: it shows that everything works. Its times and accuracies mean nothing.",
     tone="warning",
@@ -68,6 +69,7 @@ def demo_summary(results: DemoResults) -> Document:
                 [
                     _training_table(results),
                     _step_chart(results),
+                    *_disturbance(results),
                     Text(_speed_text(results)),
                     Text(_accuracy_text(results)),
                 ],
@@ -107,7 +109,23 @@ def _speed(results: DemoResults) -> list[Block]:
         better="higher",
     )
     about = Definitions([(run.name, f"{run.description}; {run.precision}") for run in runs])
-    return [Text(_speed_text(results)), _step_chart(results), rates, _training_table(results), about]
+    warnings = _disturbance(results)
+    return [Text(_speed_text(results)), *warnings, _step_chart(results), rates, _training_table(results), about]
+
+
+def _disturbance(results: DemoResults) -> list[Block]:
+    """A warning if the same computation took clearly longer in one training than in another."""
+    files, _, store, _ = results.trainings
+    times = sorted((_compute(files), _compute(store)))
+    if results.quick or times[1] <= _DISTURBED * times[0]:
+        return []
+    return [
+        Text(
+            f"Other work disturbed this run: the same computation took {_ms(times[1])} per step in one training and "
+            f"{_ms(times[0])} in another. Repeat it on a quiet machine before you compare speeds.",
+            tone="warning",
+        )
+    ]
 
 
 def _step_chart(results: DemoResults) -> BarChart:
@@ -287,11 +305,12 @@ def _advice(results: DemoResults) -> list[str]:
 
 def _method(results: DemoResults) -> list[Block]:
     samples = ", ".join(f"{count} {split}" for split, count in results.samples.items())
+    ran = "once" if results.rounds == 1 else "twice, the second time in reverse order, and the faster run is shown"
     text = (
-        "Each training ran once, one after the other in this process, after an unmeasured epoch of both kinds. The "
+        f"In this process, after an unmeasured epoch of both kinds, each training ran {ran}. The "
         "first steps of every epoch, validation and the work around epochs are not in the time per step. Data wait is "
         "the time until the next batch is ready on its device. All files had just been written, so every read came "
-        "from the page cache; a cold disk is another matter. Single runs differ by some percent: the benchmark "
+        "from the page cache; a cold disk is another matter. Runs differ by some percent: the benchmark "
         "demo_before_after in the source repository repeats them in alternating order."
     )
     facts = [

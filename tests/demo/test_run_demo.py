@@ -8,6 +8,7 @@ import json
 import logging
 import tempfile
 import warnings
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import pytest
 from rich.console import Console
 
 from lightning_speedkit.compress import load_quantized
+from lightning_speedkit.demo import run_demo as module
 from lightning_speedkit.demo.model import DigitNet
-from lightning_speedkit.demo.results import DemoResults
+from lightning_speedkit.demo.results import DemoResults, TrainingResult
 from lightning_speedkit.demo.run_demo import run_demo
 from lightning_speedkit.errors import MissingExtraError
+from tests.demo.made_up import training
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,7 @@ def test_the_report_and_the_numbers_are_written(quick: tuple[DemoResults, Path, 
 def test_the_numbers_fit_together(quick: tuple[DemoResults, Path, str, list[Path]]) -> None:
     results = quick[0]
     assert results.quick
+    assert results.rounds == 1
     assert results.samples == {"train": 96, "val": 96, "test": 96}
     assert results.disk.files == 288
     assert results.disk.payload_bytes == 288 * (64 * 64 + 8)
@@ -76,6 +80,40 @@ def test_kept_files_are_in_a_new_folder_and_can_be_used(quick: tuple[DemoResults
     stores = [kept / "stores" / f"{split}.lmdb" for split in ("train", "val", "test")]
     assert sum(path.stat().st_size for path in stores) == results.disk.store_bytes
     assert not load_quantized(kept / "quantized", DigitNet()).training
+
+
+def test_of_two_rounds_the_faster_training_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {  # per way, first and second round
+        "files": [4.0, 5.0],
+        "files, 2 workers": [3.0, 2.0],
+        "LMDB": [2.5, 2.6],
+        "LMDB + cpu": [9.0, 1.0],
+    }
+    order: list[str] = []
+
+    def made_up(name: str) -> TrainingResult:
+        order.append(name)
+        return training(name, wall=seconds[name].pop(0), data=0.1)
+
+    def from_files(*_: object, num_workers: int = 0, **__: object) -> TrainingResult:
+        return made_up(f"files, {num_workers} workers" if num_workers else "files")
+
+    def from_store(*_: object, presets: Sequence[str] = (), **__: object) -> TrainingResult:
+        return made_up("LMDB + cpu" if presets else "LMDB")
+
+    monkeypatch.setattr(module, "train_from_files", from_files)
+    monkeypatch.setattr(module, "train_from_store", from_store)
+    monkeypatch.setattr(module._Ways, "warm_up", lambda self: None)
+    results = run_demo(str(tmp_path / "out"), console=Console(file=io.StringIO()))
+    names = list(seconds)
+    assert order == [*names, *reversed(names)]
+    assert results.rounds == 2
+    assert [run.name for run in results.trainings] == names
+    assert [run.timing.seconds_wall for run in results.trainings] == [4.0, 2.0, 2.5, 1.0]
+
+    seconds.update({name: [1.0] for name in names})
+    monkeypatch.setattr(module, "_SECOND_ROUND_BEFORE", 0.0)  # a machine that is too slow for a second round
+    assert run_demo(str(tmp_path / "out"), console=Console(file=io.StringIO())).rounds == 1
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:

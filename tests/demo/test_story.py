@@ -49,6 +49,22 @@ def test_losses_are_told_as_losses() -> None:
     assert "Together: 1600 samples per second, as fast as files." in _printed(same)
 
 
+def test_other_work_on_the_machine_is_told() -> None:
+    told = results()  # 29 and 30 ms for the same computation
+    files, workers, _, tuned = told.trainings
+    disturbed = replace(told, trainings=(files, workers, training("LMDB", wall=5.2, data=0.1), tuned))
+    text = _printed(disturbed)
+    assert "Beware: Other work disturbed this run: the same computation took 50.0 ms per step" in text
+    assert "29.0 ms in another" in text
+    assert "Other work disturbed" in demo_document(disturbed).to_html()
+    assert "Other work disturbed" not in _printed(replace(disturbed, quick=True))  # it has a warning of its own
+
+
+@pytest.mark.parametrize(("rounds", "how"), [(1, "each training ran once."), (2, "in reverse order, and the faster")])
+def test_the_page_says_how_often_each_training_ran(rounds: int, how: str) -> None:
+    assert how in demo_document(replace(results(), rounds=rounds)).to_html()
+
+
 def test_a_difference_of_weights_or_accuracy_is_told() -> None:
     told = results()
     files, workers, _, tuned = told.trainings
