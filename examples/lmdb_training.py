@@ -16,9 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import nn
 
-from lightning_speedkit.data import LMDBDataModule, verify_lmdb
+from lightning_speedkit import LMDBDataModule, RunRecorder, verify_lmdb
 from lightning_speedkit.demo.digits import write_image_folder
-from lightning_speedkit.measure import RunRecorder
 
 
 class Digits(LMDBDataModule):

@@ -13,12 +13,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_speedkit import presets
-from lightning_speedkit.compress import QuantizeOnFitEnd
+from lightning_speedkit import AccumulationScheduler, QuantizeOnFitEnd, RunRecorder, presets, trainer_kwargs
 from lightning_speedkit.demo.digits import load_digits, split_indices
 from lightning_speedkit.demo.model import DigitNet
-from lightning_speedkit.measure import RunRecorder, read_hardware
-from lightning_speedkit.optimize import AccumulationScheduler
+from lightning_speedkit.measure import read_hardware
 
 
 def loader(split: str, batch_size: int = 32) -> DataLoader:
@@ -43,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         quantize = QuantizeOnFitEnd(folder=folder)
         trainer = Trainer(
-            **presets.trainer_kwargs(
+            **trainer_kwargs(
                 bundle,
                 max_epochs=1 if fast else 5,
                 limit_train_batches=8 if fast else None,

@@ -147,7 +147,7 @@ def to_network_input(images: Tensor) -> Tensor:
     It treats each pixel alone, so a batch gives bit for bit what its images give one by one.
 
     >>> to_network_input(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-0.8788,  1.9997])
+    tensor([-0.8887,  1.9808])
     """
     return (images.float() / 255 - _MEAN) / _STD
 

@@ -147,7 +147,7 @@ def train_from_store(
     """The same training from LMDB stores: with a plain ``Trainer``, or with presets and further callbacks."""
     names = ", ".join(presets)
     return _train(
-        f"LMDB + {names}" if presets else "LMDB",
+        f"LMDB, preset {names}" if presets else "LMDB",
         f"decoded images in LMDB, no workers; {f'Trainer with the preset {names}' if presets else 'plain Trainer'}",
         model,
         data,

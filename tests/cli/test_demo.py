@@ -33,7 +33,7 @@ def test_quick_demo_writes_its_report_and_nothing_else(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""  # nothing that Lightning or a library says about itself
-    for text in ("files, 2 workers", "LMDB + ", "batch of 1", "This was a quick run", "On a GPU", "report.html"):
+    for text in ("files, 2 workers", "LMDB, preset ", "batch of 1", "This was a quick run", "On a GPU", "report.html"):
         assert text in result.stdout
     assert "\x1b[" not in result.stdout
     assert sorted(path.relative_to(work).as_posix() for path in work.rglob("*")) == [

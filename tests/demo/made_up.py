@@ -54,7 +54,7 @@ def results() -> DemoResults:
             training("files", wall=4.0, data=1.0),
             training("files, 2 workers", wall=3.2, data=0.2, accuracy=0.98),
             training("LMDB", wall=3.2, data=0.1),
-            training("LMDB + cpu", wall=2.0, data=0.1, accuracy=0.975, precision="bf16-mixed", digest="bb"),
+            training("LMDB, preset cpu", wall=2.0, data=0.1, accuracy=0.975, precision="bf16-mixed", digest="bb"),
         ),
         quantization=QuantizationResult(
             kept=True,

@@ -14,7 +14,7 @@ from tests.demo.made_up import results
 def test_json_holds_every_number_and_the_rates_that_follow() -> None:
     content = json.loads(results().to_json())
     assert (content["schema"], content["schema_version"]) == ("speedkit-demo", 1)
-    assert [run["name"] for run in content["trainings"]] == ["files", "files, 2 workers", "LMDB", "LMDB + cpu"]
+    assert [run["name"] for run in content["trainings"]] == ["files", "files, 2 workers", "LMDB", "LMDB, preset cpu"]
     # 100 steps of 6,400 samples in 4 s
     assert content["trainings"][0]["samples_per_second"] == 1600.0
     assert content["trainings"][0]["seconds_per_step"] == 0.04

@@ -87,7 +87,7 @@ def test_of_two_rounds_the_faster_training_is_shown(tmp_path: Path, monkeypatch:
         "files": [4.0, 5.0],
         "files, 2 workers": [3.0, 2.0],
         "LMDB": [2.5, 2.6],
-        "LMDB + cpu": [9.0, 1.0],
+        "LMDB, preset cpu": [9.0, 1.0],
     }
     order: list[str] = []
 
@@ -99,7 +99,7 @@ def test_of_two_rounds_the_faster_training_is_shown(tmp_path: Path, monkeypatch:
         return made_up(f"files, {num_workers} workers" if num_workers else "files")
 
     def from_store(*_: object, presets: Sequence[str] = (), **__: object) -> TrainingResult:
-        return made_up("LMDB + cpu" if presets else "LMDB")
+        return made_up("LMDB, preset cpu" if presets else "LMDB")
 
     monkeypatch.setattr(module, "train_from_files", from_files)
     monkeypatch.setattr(module, "train_from_store", from_store)

@@ -68,7 +68,7 @@ def test_files_workers_and_store_end_with_the_weights_of_a_plain_loop(images: st
     assert torch.equal(torch.get_rng_state(), before)
     assert [result.weights_digest for result in results] == [digest.hexdigest()] * 4
     assert [result.test_accuracy for result in results] == [pytest.approx(right / 44, abs=1e-6)] * 4
-    assert [result.name for result in results] == ["files", "files, 2 workers", "LMDB", "LMDB + fp32"]
+    assert [result.name for result in results] == ["files", "files, 2 workers", "LMDB", "LMDB, preset fp32"]
     for result in results:
         assert result.precision == "32-true"
         assert result.timing.steps == 2 * (6 - 3)  # three of six steps of an epoch warm up
@@ -79,7 +79,7 @@ def test_files_workers_and_store_end_with_the_weights_of_a_plain_loop(images: st
 def test_the_bundle_trains_as_well_in_its_own_precision(images: str, tmp_path: Path) -> None:
     result = train_from_store(new_model(1), _store(images, tmp_path), SETTINGS, presets=("cpu",))
     assert result.precision in ("bf16-mixed", "32-true")
-    assert result.name == "LMDB + cpu"
+    assert result.name == "LMDB, preset cpu"
     assert result.timing.steps == 6
 
 

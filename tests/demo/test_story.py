@@ -43,9 +43,9 @@ def test_gains_are_told_as_worked_out_by_hand() -> None:
 def test_losses_are_told_as_losses() -> None:
     told = results()
     assert "In batches of 1 it is 2.00× slower than float32." in _printed(told)
-    slow = replace(told, trainings=(*told.trainings[:3], training("LMDB + cpu", wall=8.0, data=0.1)))
+    slow = replace(told, trainings=(*told.trainings[:3], training("LMDB, preset cpu", wall=8.0, data=0.1)))
     assert "Together: 800 samples per second, 2.00× slower than files." in _printed(slow)
-    same = replace(told, trainings=(*told.trainings[:3], training("LMDB + cpu", wall=4.0, data=0.1)))
+    same = replace(told, trainings=(*told.trainings[:3], training("LMDB, preset cpu", wall=4.0, data=0.1)))
     assert "Together: 1600 samples per second, as fast as files." in _printed(same)
 
 
