@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,7 +52,7 @@ def entries(trainer: Namespace | Mapping[str, Any], key: str) -> list[Any]:
 
 
 def class_of(entry: Any) -> type | None:
-    """The class of an object, or of its ``class_path`` entry; None where that is not a class.
+    """The class of an object, or of its ``class_path`` entry, also one inside a class; None where that is not a class.
 
     >>> class_of({"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}).__name__
     'ModelCheckpoint'
@@ -60,12 +60,9 @@ def class_of(entry: Any) -> type | None:
     if not isinstance(entry, (Namespace, Mapping, str)):
         return type(entry)
     path = entry if isinstance(entry, str) else entry.get("class_path")
-    module, _, name = str(path).rpartition(".")
-    if not module:
-        return None
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError:
+        found = pkgutil.resolve_name(str(path))
+    except (ImportError, AttributeError, ValueError):  # no such module, nothing of that name in it, no path at all
         return None
     return found if isinstance(found, type) else None
 
@@ -85,12 +82,13 @@ def explicit_settings(trainer: Namespace, marked: Namespace, marks: Mapping[str,
         if name in trainer and name not in marks:
             arguments[name] = trainer[name]
     strategy = arguments.get("strategy")
+    inside = (strategy.get("init_args") or {}) if isinstance(strategy, (Namespace, Mapping)) else {}
+    if inside.get("accelerator") and arguments.get("accelerator", "auto") == "auto":
+        arguments["accelerator"] = inside["accelerator"]  # Lightning refuses to be told a second time
     for name in ("accelerator", "strategy"):
         if name in arguments and not isinstance(arguments[name], str):
             arguments[name] = class_of(arguments[name]) or arguments[name]
-    keys: frozenset[Key] = frozenset()
-    if isinstance(strategy, (Namespace, Mapping)) and (strategy.get("init_args") or {}).get("precision_plugin"):
-        keys = frozenset({PRECISION})
+    keys: frozenset[Key] = frozenset({PRECISION} if inside.get("precision_plugin") else ())
     return Given(
         arguments=arguments,
         callbacks=tuple(filter(None, map(class_of, entries(trainer, "callbacks")))),

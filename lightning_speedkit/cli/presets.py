@@ -58,7 +58,7 @@ def _facts(names: Sequence[str]) -> dict[str, Any]:
         "kinds": [preset.kind for preset in presets],
         "summaries": [preset.summary for preset in presets],
         "includes": list(dict.fromkeys(one for preset in presets for one in preset.includes)),
-        "needs": list(dict.fromkeys(need for one in explanation.presets for need in one.preset.needs)),
+        "needs": list(explanation.needs),
         "runs_here": not explanation.missing,
         "missing": list(explanation.missing),
         "sets": [
@@ -106,10 +106,9 @@ def _print_explanation(names: Sequence[str]) -> None:
         for setting in explanation.settings
     ]
     sets += [f"what {name} chooses for that device" for name in explanation.undecided]
-    needs = dict.fromkeys(need for one in explanation.presets for need in one.preset.needs)
     pairs = [(f"{get(name).kind} preset", get(name).summary) for name in names]
     pairs += [
-        ("needs", ", ".join(needs) or "nothing"),
+        ("needs", ", ".join(explanation.needs) or "nothing"),
         ("runs here", f"no: needs {' and '.join(explanation.missing)}" if explanation.missing else "yes"),
         ("sets", "\n".join(sets) or "nothing"),
     ]

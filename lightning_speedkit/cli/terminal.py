@@ -14,8 +14,14 @@ __all__ = ["print_block", "print_pairs", "print_table", "print_title"]
 _WIDE = 10_000  # no line of plain text is folded or cut
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich ends the process with exit code 1; here a reader that goes away is for the command to judge."""
+        raise  # the BrokenPipeError that rich is handling
+
+
 def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_WIDE, color_system=None, force_terminal=False)
+    return _Console() if sys.stdout.isatty() else _Console(width=_WIDE, color_system=None, force_terminal=False)
 
 
 def print_title(title: str) -> None:

@@ -39,7 +39,16 @@ from lightning_speedkit.presets.merge import (
 from lightning_speedkit.presets.needs import missing_needs
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
-__all__ = ["Given", "accelerator_of", "can_run", "hardware_for", "settle", "trainer_argument_names"]
+__all__ = [
+    "Given",
+    "accelerator_of",
+    "can_run",
+    "hardware_for",
+    "needs_left",
+    "nodes_of",
+    "settle",
+    "trainer_argument_names",
+]
 
 _OWN_PRECISION = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceXLAStrategy, XLAStrategy)
 
@@ -111,6 +120,26 @@ def accelerator_of(settings: Iterable[Setting], given: Given) -> str:
     return "auto" if accelerator is None else str(accelerator).lower()
 
 
+def nodes_of(settings: Iterable[Setting], given: Given) -> int:
+    """The number of machines that the run uses."""
+    chosen = {setting.name: setting.value for setting in settings if setting.place == "argument"}
+    return int(given.arguments.get("num_nodes", chosen.get("num_nodes", 1)))
+
+
+def needs_left(
+    one: Chosen, settings: Iterable[Setting], given: Given, hardware: Hardware | None = None
+) -> tuple[str, ...]:
+    """The needs of a preset, without those that a nearer preset or what the user has given makes pointless."""
+    own = [setting for setting in settings if any(origin.preset is one.preset for origin in setting.origins)]
+    replaced = [setting for setting in own if given.replaces(setting)]
+    if len(replaced) == len(own) and _sets_something(one.preset, hardware):
+        return ()  # nothing of it is used
+    elsewhere = given.arguments.get("accelerator")
+    if any(setting.key == ("accelerator", None) and setting.value != elsewhere for setting in replaced):
+        return tuple(need for need in one.preset.needs if need.startswith("extra:"))  # it runs somewhere else
+    return one.preset.needs
+
+
 def hardware_for(accelerator: str) -> Hardware | None:
     """The machine as a Trainer with this accelerator sees it; None where that accelerator is not there.
 
@@ -134,10 +163,10 @@ def _check_needs(
     accelerator: str,
 ) -> None:
     here = hardware or read_hardware("auto")
-    nodes = given.arguments.get("num_nodes", 1)
+    nodes = nodes_of(settings, given)
     chosen = tuple(sorted(chosen, key=lambda one: one.depth))  # what the user named before what it includes
     for one in chosen:
-        if missing := missing_needs(_needs_left(one, settings, given), here, num_nodes=nodes):
+        if missing := missing_needs(needs_left(one, settings, given, hardware), here, num_nodes=nodes):
             raise HardwareNeedError(
                 f"The preset {one.describe()} needs {' and '.join(missing)}; this machine has {here.describe()}. "
                 f"{_instead(one.preset, here)}"
@@ -150,16 +179,12 @@ def _check_needs(
         )
 
 
-def _needs_left(one: Chosen, settings: tuple[Setting, ...], given: Given) -> tuple[str, ...]:
-    """The needs of a preset, without those that what the user has given makes pointless."""
-    own = [setting for setting in settings if any(origin.preset is one.preset for origin in setting.origins)]
-    replaced = [setting for setting in own if given.replaces(setting)]
-    if own and len(replaced) == len(own):
-        return ()  # nothing of it is used
-    elsewhere = given.arguments.get("accelerator")
-    if any(setting.key == ("accelerator", None) and setting.value != elsewhere for setting in replaced):
-        return tuple(need for need in one.preset.needs if need.startswith("extra:"))  # it runs somewhere else
-    return one.preset.needs
+def _sets_something(preset: Preset, hardware: Hardware | None) -> bool:
+    """Whether a preset sets anything by itself; one that depends on hardware that is not here is unknown, so no."""
+    if hardware is None and callable(preset.patch):
+        return False
+    patch = preset.patch_for(hardware) if hardware is not None else preset.patch
+    return patch != TrainerPatch()
 
 
 def _instead(preset: Preset, hardware: Hardware) -> str:

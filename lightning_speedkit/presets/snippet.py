@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -61,7 +61,22 @@ def yaml_snippet(names: Sequence[str], arguments: Mapping[str, Any] = _NOTHING) 
     config: dict[str, Any] = {"presets": list(names)}
     if arguments:
         config["trainer"] = dict(arguments)
-    return yaml.safe_dump(config, sort_keys=False).rstrip("\n")
+    return yaml.dump(config, Dumper=_Dumper, sort_keys=False).rstrip("\n")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that looks like a number: jsonargparse reads ``1e-05`` as one, PyYAML does not."""
+
+
+def _quoted_if_a_number(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        float(text)
+    except ValueError:
+        return dumper.represent_str(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _quoted_if_a_number)
 
 
 def _check(names: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -71,10 +86,17 @@ def _check(names: Sequence[str], arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in known:
             raise TypeError(f"The Trainer has no argument {name!r}.")
-        try:
-            ast.literal_eval(repr(value))
-        except (ValueError, SyntaxError):
+        if not _is_plain(value):
             raise TypeError(
                 f"{name}={value!r} cannot be written down in a line of text; use a number, a string, "
                 "a list or a dict of such."
-            ) from None
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the value is written in the same way in Python and in YAML, but for its form."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))

@@ -19,11 +19,9 @@ def format_number(value: float, unit: str = "") -> str:
         text = f"{value:,}".replace(",", "\u202f")
     elif value == 0:
         text = "0"
-    elif abs(value) >= 1000:
-        text = f"{value:,.0f}".replace(",", "\u202f")
     else:
-        digits = max(0, 2 - math.floor(math.log10(abs(value))))
-        text = f"{value:.{digits}f}"
+        exponent = int(f"{value:.2e}".partition("e")[2])  # of the rounded value: 9.999 is 10.0, not 10.00
+        text = f"{value:,.{max(0, 2 - exponent)}f}".replace(",", "\u202f")
     return f"{text} {unit}".rstrip()
 
 
@@ -36,6 +34,5 @@ def ratio_text(ratio: float, gain: str, loss: str) -> tuple[str, str]:
     factor, word = (ratio, gain) if ratio >= 1 else (1 / ratio if ratio else math.inf, loss)
     if not math.isfinite(factor):
         return "–", ""
-    if factor < 1.005:
-        return "1.00×", "the same"
-    return (f"{factor:.2f}×" if factor < 10 else f"{factor:.1f}×"), word
+    text = f"{factor:.2f}" if factor < 9.995 else f"{factor:.1f}"
+    return f"{text}×", "the same" if text == "1.00" else word

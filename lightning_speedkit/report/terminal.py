@@ -29,6 +29,7 @@ __all__ = ["render_block", "render_terminal"]
 _PART_STYLES = ("cyan", "yellow", "bright_black", "magenta")
 _PART_SIGNS = ("█", "▓", "▒", "░")
 _STEPS = "▁▂▃▄▅▆▇█"
+_LONGEST_LINE = 40  # of more points, so many are shown, the first and the last among them
 
 
 def render_terminal(document: Document, console: Console) -> None:
@@ -108,8 +109,9 @@ def _lines(block: LineChart) -> RenderableType:
     spread = max(max(line.y) for line in block.lines) - low or 1.0
     grid = Grid.grid(padding=(0, 2))
     for line in block.lines:
-        stride = max(1, len(line.y) // 40)
-        drawn = "".join(_STEPS[round((y - low) / spread * (len(_STEPS) - 1))] for y in line.y[::stride])
+        shown = min(len(line.y), _LONGEST_LINE)
+        points = (line.y[round(number * (len(line.y) - 1) / max(1, shown - 1))] for number in range(shown))
+        drawn = "".join(_STEPS[round((y - low) / spread * (len(_STEPS) - 1))] for y in points)
         ends = f"{format_number(line.y[0])} → {format_number(line.y[-1])}"
         grid.add_row(Styled(line.label), Styled(drawn, style="cyan"), Styled(ends))
     return Group(Styled(block.title, style="italic"), grid)

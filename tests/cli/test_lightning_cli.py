@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, ModelSummary
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -54,7 +56,7 @@ def own() -> None:
     )
 
 
-def _cli(args: list[str] | dict[str, Any], **options: Any) -> SpeedkitCLI:
+def _cli(args: list[str] | dict[str, Any] | None, **options: Any) -> SpeedkitCLI:
     """The CLI without a subcommand, quiet and on the CPU unless the test says otherwise."""
     defaults = {**_QUIET, **options.pop("trainer_defaults", {})}
     options.setdefault("save_config_callback", None)
@@ -108,6 +110,14 @@ def test_each_way_to_select_gives_the_same(args: Any) -> None:
     expected = Trainer(**presets.trainer_kwargs("bf16-mixed", "accumulate-4", **_QUIET))
     assert cli.config.presets == ["bf16-mixed", "accumulate-4"]
     assert _described(cli.trainer) == _described(expected)
+
+
+def test_the_words_of_the_command_line_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--presets", "fp32,accumulate-4", "--trainer.max_epochs", "3"])
+    cli = _cli(None)
+    assert cli.config.presets == ["fp32", "accumulate-4"]
+    assert (cli.trainer.precision, cli.trainer.max_epochs) == ("32-true", 3)
+    assert _callbacks(cli.trainer) == ["AccumulationScheduler"]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +322,37 @@ def test_a_callback_that_the_program_always_adds_is_not_doubled(as_list: bool) -
     assert trainer.callbacks == [always]
 
 
+class Outer:
+    class Inner(AccumulationScheduler):
+        pass
+
+
+def test_a_callback_whose_class_stands_in_a_class_is_not_doubled() -> None:
+    entry = {"class_path": f"{__name__}.Outer.Inner", "init_args": {"schedule": 2}}
+    trainer = _cli({"presets": ["accumulate-4"], "trainer": {"callbacks": [entry]}}).trainer
+    assert [type(callback) for callback in trainer.callbacks] == [Outer.Inner]
+
+
+def test_the_accelerator_inside_a_configured_strategy_takes_the_place_of_the_presets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning refuses an accelerator beside a strategy that has one."""
+    stand_on(monkeypatch, T4, cpu=CPU)
+    inside = {"device": "cpu", "accelerator": {"class_path": "lightning.pytorch.accelerators.CPUAccelerator"}}
+    strategy = {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy", "init_args": inside}
+    defaults = {name: value for name, value in _QUIET.items() if name != "accelerator"}
+    cli = SpeedkitCLI(
+        BoringModel,
+        run=False,
+        args={"presets": ["single-gpu"], "trainer": {"strategy": strategy}},
+        trainer_defaults=defaults,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    assert isinstance(cli.trainer.accelerator, CPUAccelerator)
+    assert cli.trainer.precision == "32-true"  # what this CPU computes best, not the T4
+
+
 def test_a_callback_under_a_key_of_its_own_is_not_doubled() -> None:
     class Program(SpeedkitCLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
@@ -353,6 +394,14 @@ def test_a_fault_of_the_presets_is_a_wrong_command_line(
     assert message in capsys.readouterr().err
 
 
+def test_another_fault_is_told_as_without_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--print_config"]):
+        with pytest.raises(SystemExit) as raised:
+            _cli(["--presets", "fp32", "--trainer.no_such", "1", *more])
+        assert raised.value.code == 2
+        assert "--trainer.no_such" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["program", "yaml"])
 def test_to_repeat_what_a_preset_sets_lifts_no_need(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = {"presets": ["single-gpu"], "trainer": {"accelerator": "gpu"} if how == "yaml" else {}}
@@ -376,20 +425,33 @@ import sys
 import lightning_utilities.core.imports as imports
 check = imports.RequirementCache.__bool__
 imports.RequirementCache.__bool__ = lambda self: "jsonargparse" not in str(self.requirement) and check(self)
-sys.modules["jsonargparse"] = None
+for library in ("jsonargparse", "jinja2"):
+    sys.modules[library] = None
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_speedkit.cli import SpeedkitCLI
+from lightning_speedkit.cli.main import main
 from lightning_speedkit.errors import MissingExtraError
 try:
     SpeedkitCLI(BoringModel, run=False, args=[])
 except MissingExtraError as error:
     print(error)
+sys.exit(main(["presets", "fp32"]))
 """
 
 
-def test_without_jsonargparse_the_error_says_what_to_install() -> None:
-    done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=False)
-    assert "pip install 'lightning-speedkit[cli]'" in done.stdout, done.stderr
+def test_without_the_extras_the_error_says_what_to_install_and_the_speedkit_command_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told, *explained = done.stdout.splitlines()
+    assert "needs jsonargparse[signatures]" in told
+    assert "pip install 'lightning-speedkit[cli]'" in told
+    assert "trainer = Trainer(**trainer_kwargs('fp32'))" in explained
 
 
 # What is printed and saved

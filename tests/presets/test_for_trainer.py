@@ -11,16 +11,16 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 from lightning_speedkit import presets
-from lightning_speedkit.errors import HardwareNeedError, PresetConflictError, UnknownPresetError
+from lightning_speedkit.errors import UnknownPresetError
 from lightning_speedkit.memory import ActivationCheckpointing
 from lightning_speedkit.optimize import AccumulationScheduler
 from lightning_speedkit.precision import SpeedkitMixedPrecision
 from lightning_speedkit.presets import trainer_kwargs
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
-from tests.presets.machines import CPU, CPU_BF16, H100, T4, TWO_H100, stand_on
+from tests.presets.machines import CPU, CPU_BF16, H100, stand_on
 
 _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -160,166 +160,7 @@ def test_an_unknown_preset_is_named_with_the_nearest() -> None:
         trainer_kwargs("bf16-mxed")
 
 
-# Conflicts
-
-
-def _conflicts_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> set[frozenset[str]]:
-    stand_on(monkeypatch, machine, cpu=CPU)
-    found = set()
-    for one, other in itertools.combinations(presets.names(), 2):
-        try:
-            trainer_kwargs(one, other)
-        except PresetConflictError as error:
-            found.add(frozenset(name for name in (one, other) if f"'{name}'" in str(error)))
-        except HardwareNeedError:
-            pass
-    return found
-
-
-_ON_ANY_MACHINE = {
-    frozenset(pair)
-    for pair in (
-        ("fp32", "bf16-mixed"),
-        ("fp32", "fp16-mixed"),
-        ("bf16-mixed", "fp16-mixed"),
-        ("ddp", "ddp-static"),
-        ("cpu", "single-gpu"),
-        ("cpu", "multi-gpu"),
-        ("single-gpu", "multi-gpu"),
-    )
-}
-
-
-@pytest.mark.parametrize(
-    ("machine", "auto_conflicts"),
-    [
-        (CPU, ("bf16-mixed", "fp16-mixed")),
-        (CPU_BF16, ("fp32", "fp16-mixed")),
-        (T4, ("fp32", "bf16-mixed")),
-        (TWO_H100, ("fp32", "fp16-mixed")),
-    ],
-)
-def test_the_matrix_of_all_pairs(machine: Any, auto_conflicts: tuple[str, ...], monkeypatch: Any) -> None:
-    expected = _ON_ANY_MACHINE | {frozenset(("precision-auto", other)) for other in auto_conflicts}
-    assert _conflicts_on(machine, monkeypatch) == expected
-
-
-def test_a_named_preset_beats_one_that_a_bundle_includes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trainer_kwargs("cpu", "fp32")["precision"] == "32-true"
-    stand_on(monkeypatch, TWO_H100)
-    assert trainer_kwargs("multi-gpu", "ddp-static")["strategy"] == "speedkit_ddp_static"
-    assert _precision(trainer_kwargs("single-gpu", "fp16-mixed", "low-memory")) == "16-mixed"
-
-
-# Hardware
-
-
-@pytest.mark.parametrize(
-    ("name", "machine", "lacks", "instead"),
-    [
-        ("fp16-mixed", CPU, "a GPU", "'precision-auto'"),
-        ("bf16-mixed", T4, "compute capability 8.0 or higher", "'fp16-mixed'"),
-        ("ddp", H100, "2 devices or more", "Leave it out here"),
-        ("single-gpu", CPU, "a GPU", "'cpu'"),
-        ("multi-gpu", CPU, "a GPU", "'cpu'"),
-        ("multi-gpu", H100, "2 devices or more", "'single-gpu'"),
-    ],
-)
-def test_a_lack_says_what_is_needed_what_is_here_and_what_to_use(
-    name: str, machine: Any, lacks: str, instead: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_on(monkeypatch, machine)
-    with pytest.raises(HardwareNeedError) as raised:
-        trainer_kwargs(name)
-    for part in (f"'{name}'", lacks, machine.device_name, instead):
-        assert part in str(raised.value)
-
-
-def test_to_repeat_what_a_preset_sets_lifts_no_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(HardwareNeedError, match="'single-gpu' needs a GPU"):
-        trainer_kwargs("single-gpu", accelerator="gpu")
-    stand_on(monkeypatch, H100)
-    assert trainer_kwargs("single-gpu", accelerator="gpu")["accelerator"] == "gpu"
-
-
-def test_two_machines_have_the_devices_that_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, H100)
-    assert trainer_kwargs("ddp", num_nodes=2)["strategy"] == "speedkit_ddp"
-
-
-@pytest.mark.parametrize(
-    ("machine", "overrides", "expected"),
-    [
-        (TWO_H100, {}, "bf16-mixed"),
-        (T4, {}, "16-mixed"),
-        (TWO_H100, {"accelerator": "cpu"}, "32-true"),
-        (TWO_H100, {"accelerator": CPUAccelerator()}, "32-true"),
-        (CPU, {"accelerator": "cpu"}, "32-true"),
-        (CPU_BF16, {"accelerator": "cpu"}, "bf16-mixed"),
-    ],
-)
-@pytest.mark.parametrize("bundle", ["single-gpu", "low-memory"])
-def test_a_bundle_chooses_the_precision_for_the_accelerator_of_the_run(
-    bundle: str, machine: Any, overrides: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_on(monkeypatch, machine)
-    assert _precision(trainer_kwargs(bundle, **overrides)) == expected
-
-
-def test_the_cpu_bundle_chooses_for_the_cpu_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, H100, cpu=CPU)
-    assert trainer_kwargs("cpu") == {"accelerator": "cpu", "devices": 1, "precision": "32-true"}
-
-
-def test_fp16_is_refused_on_the_cpu_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, H100)
-    with pytest.raises(HardwareNeedError, match="'fp16-mixed' needs a GPU; this machine has a CPU"):
-        trainer_kwargs("fp16-mixed", accelerator="cpu")
-
-
-def test_what_is_not_used_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, T4)
-    assert trainer_kwargs("bf16-mixed", precision="32-true") == {"precision": "32-true"}
-
-
-@pytest.mark.parametrize("accelerator", ["cuda", "tpu", "no-such"])
-def test_an_accelerator_that_is_not_here_is_named(accelerator: str) -> None:
-    with pytest.raises(HardwareNeedError, match=f"accelerator='{accelerator}'.*a CPU with AMX"):
-        trainer_kwargs("precision-auto", accelerator=accelerator)
-    assert trainer_kwargs("accumulate-4", accelerator=accelerator)["accelerator"] == accelerator
-
-
-def test_auto_is_a_device_that_lightning_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_speedkit.facts import Hardware
-
-    stand_on(monkeypatch, Hardware(accelerator="xpu", device_name="Max 1550", native_bf16=True), cpu=CPU)
-    assert trainer_kwargs("precision-auto") == {"precision": "32-true"}
-
-
-# Strategies and accelerators with a mind of their own
-
-
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", "FSDP_cpu_offload", "deepspeed_stage_2", FSDPStrategy(), ModelParallelStrategy()]
-)
-def test_a_strategy_that_makes_its_own_precision_gets_the_name(strategy: Any) -> None:
-    kwargs = trainer_kwargs("bf16-mixed", strategy=strategy)
-    assert kwargs["precision"] == "bf16-mixed"
-    assert "plugins" not in kwargs
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "speedkit_ddp", DDPStrategy(), SingleDeviceStrategy()])
-def test_other_strategies_get_the_plugin(strategy: Any) -> None:
-    kwargs = trainer_kwargs("bf16-mixed", strategy=strategy)
-    assert _classes(kwargs, "plugins") == [SpeedkitMixedPrecision]
-    assert "precision" not in kwargs
-
-
-def test_a_preset_strategy_counts_as_well() -> None:
-    presets.register(
-        Preset(name="sharded", kind="mine", summary="s", patch=TrainerPatch(arguments={"strategy": "fsdp"}))
-    )
-    assert trainer_kwargs("sharded", "bf16-mixed") == {"strategy": "fsdp", "precision": "bf16-mixed"}
+# Strategies and accelerators that are objects
 
 
 @pytest.mark.parametrize(

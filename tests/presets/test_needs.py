@@ -53,6 +53,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         'there; extra == "mixed"',
         'elsewhere; extra == "fine" and sys_platform == "no-such"',
         'lightning-speedkit[mixed]; extra == "outer"',
+        'absent; extra == "everywhere" or python_version >= "3"',
     ]
 
     def version(name: str) -> str:
@@ -71,3 +72,15 @@ def test_an_extra_is_there_when_each_of_its_libraries_is_new_enough(libraries: d
     assert missing_needs(["extra:outer"], CPU) == ("old, absent (pip install 'lightning-speedkit[outer]')",)
     libraries |= {"old": "2.0", "absent": "0.1"}
     assert missing_needs(["extra:mixed", "extra:outer"], CPU) == ()
+
+
+def test_what_is_required_without_the_extra_is_not_the_extras_lack(libraries: dict[str, str]) -> None:
+    assert missing_needs(["extra:everywhere"], CPU) == ()
+
+
+def test_from_a_source_tree_nobody_knows_what_an_extra_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(needs.importlib.metadata, "requires", none)
+    assert missing_needs(["extra:quant"], CPU) == ()

@@ -1,4 +1,4 @@
-"""Numbers, ratios and checks of the blocks, by hand."""
+"""Ratios and checks of the blocks, by hand."""
 
 from __future__ import annotations
 
@@ -8,29 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_speedkit.report import Bar, BarChart, Line, LineChart, Table, Text
-from lightning_speedkit.report.numbers import format_number, ratio_text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.0, "0"),
-        (7, "7"),
-        (7.0, "7.00"),
-        (12.345, "12.3"),
-        (999.4, "999"),
-        (1000.0, "1\u202f000"),
-        (1234567, "1\u202f234\u202f567"),
-        (0.00012345, "0.000123"),
-        (-2.5, "-2.50"),
-        (math.nan, "n/a"),
-        (math.inf, "n/a"),
-    ],
-)
-def test_numbers(value: float, text: str) -> None:
-    assert format_number(value) == text
-    assert format_number(value, "ms") == f"{text} ms"
 
 
 @pytest.mark.parametrize(
@@ -52,11 +29,6 @@ def test_ratios(better: Any, value: float, told: tuple[str, str]) -> None:
     assert chart.ratio(chart.bars[1]) == told
     assert chart.is_loss(chart.bars[1]) == (told[1] == "slower")
     assert chart.ratio(chart.bars[0]) == ("", "baseline")
-
-
-def test_a_gain_and_the_loss_it_mirrors_have_the_same_factor() -> None:
-    for ratio in (1.01, 1.5, 2.0, 9.99, 25.0):
-        assert ratio_text(ratio, "up", "down")[0] == ratio_text(1 / ratio, "up", "down")[0]
 
 
 @pytest.mark.parametrize(
