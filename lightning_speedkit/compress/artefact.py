@@ -16,7 +16,12 @@ from torch import nn
 
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.int8 import follow_recipe
-from lightning_speedkit.compress.torch_ao import load_recurrent_weights, quiet, recurrent_weights
+from lightning_speedkit.compress.torch_ao import (
+    load_recurrent_weights,
+    quantization_numbers,
+    quiet,
+    recurrent_weights,
+)
 from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["MODEL_FILE", "REPORT_FILE", "int8_state", "load_quantized", "publish", "save_quantized"]
@@ -26,7 +31,11 @@ _FORMAT = 1
 
 
 def int8_state(module: nn.Module) -> dict[str, Any]:
-    """The state of an int8 model as tensors: ``{"state": ..., "recurrent": {name: weights}}``."""
+    """The state of an int8 model as tensors and numbers.
+
+    ``{"state": ..., "recurrent": {name: weights}, "numbers": {name: {"scale": ..., "zero_point": ...}}}``: some layers,
+    such as torch's int8 ELU, leave the last two out of their ``state_dict``.
+    """
     recurrent = {
         name: weights for name, layer in module.named_modules() if (weights := recurrent_weights(layer)) is not None
     }
@@ -36,7 +45,8 @@ def int8_state(module: nn.Module) -> dict[str, Any]:
         )  # stays the object that it is: its versions travel with it, and int8 layers read them
     for key in [key for key, value in state.items() if isinstance(value, torch.ScriptObject)]:
         del state[key]
-    return {"state": state, "recurrent": recurrent}
+    numbers = {name: found for name, layer in module.named_modules() if (found := quantization_numbers(layer))}
+    return {"state": state, "recurrent": recurrent, "numbers": numbers}
 
 
 def save_quantized(module: nn.Module, recipe: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -92,8 +102,7 @@ def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module
         raise FileNotFoundError(
             f"There is no quantized model at {file}. After a fit, {file.with_name(REPORT_FILE)} says why."
         )
-    with quiet():
-        content = torch.load(file, map_location="cpu", weights_only=True)
+    content = _read(file)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
         raise QuantizationError(f"{file} has format {found!r}; this version reads format {_FORMAT}.")
@@ -103,12 +112,28 @@ def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module
         layers = dict(result.named_modules())
         for name, weights in content["recurrent"].items():
             load_recurrent_weights(layers[name], weights)
+        for name, numbers in content["numbers"].items():
+            for key, value in numbers.items():
+                setattr(layers[name], key, value)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # also a QuantizationError
         raise QuantizationError(
             f"{file} does not fit a {type(module).__name__} like this one ({error}). Pass a float model with the same "
             f"layers as the one that was quantized (with torch {content.get('torch')}; here is {torch.__version__})."
         ) from error
     return result.requires_grad_(False)
+
+
+def _read(file: Path) -> Any:
+    try:
+        with quiet():
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except Exception as error:  # what torch and pickle raise of a damaged or foreign file is not documented
+        raise QuantizationError(
+            f"{file} is damaged or no quantized model: it cannot be read ({type(error).__name__}). "
+            "Write it again with save_quantized() or a fit with QuantizeOnFitEnd."
+        ) from error
 
 
 def _load_state(module: nn.Module, state: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -137,16 +138,23 @@ def first_sample(call: Call) -> Call:
 
     return Call(
         call.name,
-        cast("tuple[Any, ...]", apply_to_collection(call.args, Tensor, first)),
-        cast("dict[str, Any]", apply_to_collection(dict(call.kwargs), Tensor, first)),
+        cast("tuple[Any, ...]", apply_to_collection(call.args, Tensor, first, allow_frozen=True)),
+        cast("dict[str, Any]", apply_to_collection(dict(call.kwargs), Tensor, first, allow_frozen=True)),
     )
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(value, Tensor, found.append)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _cloned(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone())
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone(), allow_frozen=True)

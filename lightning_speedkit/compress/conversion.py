@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -113,7 +114,18 @@ def on_cpu(batch: Any) -> Any:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         return tensor.detach().to("cpu", dtype, copy=True)
 
-    return apply_to_collection(move_data_to_device(batch, torch.device("cpu")), Tensor, convert)
+    def moved(value: _Movable) -> Any:
+        # the to() of a BatchEncoding and the like changes the object itself, which the training step still needs
+        return convert(value) if isinstance(value, Tensor) else move_data_to_device(copy.deepcopy(value), "cpu")
+
+    return apply_to_collection(
+        apply_to_collection(batch, _Movable, moved, allow_frozen=True), Tensor, convert, allow_frozen=True
+    )
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: Any) -> Any: ...
 
 
 def methods_of(floating: nn.Module, backend: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,9 +22,10 @@ def float_copy(module: nn.Module) -> nn.Module:
     """A copy of ``module`` in float32, eval mode, on the CPU, without gradients; ``module`` is not changed.
 
     A LightningModule is copied without its Trainer. Compiled modules become plain ones, pruning masks and
-    parametrizations become plain weights, and the fused inference path of ``nn.TransformerEncoder`` is off in the
-    copy, because it reads the float weights behind the layers' backs (pytorch #32764, #82443). An attribute that
-    cannot be copied (an open file, a lock), a data set and a loader are shared with the original.
+    parametrizations become plain weights, and ``padding="same"`` becomes the numbers that it stands for. The fused
+    inference path of ``nn.TransformerEncoder`` is off in the copy, because it reads the float weights behind the
+    layers' backs (pytorch #32764, #82443). An attribute that cannot be copied (an open file, a lock), a data set and a
+    loader are shared with the original.
 
     >>> model = nn.Linear(2, 1).double()
     >>> twin = float_copy(model)
@@ -38,6 +40,8 @@ def float_copy(module: nn.Module) -> nn.Module:
             part.use_nested_tensor = False
         elif isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0  # only the fused path reads it
+        elif isinstance(part, _ConvNd) and isinstance(part.padding, str):
+            _make_padding_plain(part)
     return twin.requires_grad_(False)
 
 
@@ -134,6 +138,15 @@ def _make_weights_plain(root: nn.Module) -> None:
         for hook in list(part._forward_pre_hooks.values()):
             if isinstance(hook, prune.BasePruningMethod):
                 prune.remove(part, hook._tensor_name)  # type: ignore[no-untyped-call]
+
+
+def _make_padding_plain(part: _ConvNd) -> None:
+    total = [
+        0 if part.padding == "valid" else step * (size - 1)
+        for step, size in zip(part.dilation, part.kernel_size, strict=True)
+    ]
+    if all(count % 2 == 0 for count in total):  # else one side has one more, which no number says
+        part.padding = tuple(count // 2 for count in total)
 
 
 def _own_class(part: nn.Module) -> None:

@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_speedkit.errors import QuantizationError
 
@@ -29,9 +31,11 @@ __all__ = [
     "is_quantized",
     "load_recurrent_weights",
     "observe_static",
+    "quantization_numbers",
     "quantized_engine",
     "quiet",
     "recurrent_weights",
+    "static_refusal",
     "unobserved",
 ]
 
@@ -44,6 +48,16 @@ CONVOLUTIONS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
 )
 RECURRENT_LAYERS: tuple[type[nn.Module], ...] = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+# their weight, which may be shared, would be packed into an object that no state_dict holds
+_FUNCTIONS_WITH_WEIGHT = (
+    nn.functional.linear,
+    nn.functional.conv1d,
+    nn.functional.conv2d,
+    nn.functional.conv3d,
+    nn.functional.conv_transpose1d,
+    nn.functional.conv_transpose2d,
+    nn.functional.conv_transpose3d,
+)
 DYNAMIC_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *RECURRENT_LAYERS)
 
 
@@ -84,11 +98,33 @@ def observe_static(module: nn.Module, *, engine: str, skip: Sequence[str] = ()) 
     7 bits, so AVX2's saturating multiply-add cannot overflow.
     """
     mapping = _quantization("").get_default_qconfig_mapping(engine)
+    for name, layer in module.named_modules():
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            raise QuantizationError(f"torch's int8 InstanceNorm would not look at the running statistics of {name!r}")
     for name in skip:
         mapping.set_module_name(name, None)
+    mapping.set_object_type(nn.PReLU, None)  # torch's int8 PReLU gives other values
+    for function in _FUNCTIONS_WITH_WEIGHT:
+        mapping.set_object_type(function, None)
     with quiet():
         prepared = _quantization(".quantize_fx").prepare_fx(module, mapping, (torch.zeros(1),))
     return cast("torch.fx.GraphModule", prepared)
+
+
+def static_refusal(layer: nn.Module, engine: str) -> str | None:
+    """Why a convolution cannot run in int8 on ``engine``, or ``None`` if it can; ``None`` for any other layer."""
+    if not isinstance(layer, _ConvNd):
+        return None
+    if layer.padding_mode not in (("zeros",) if isinstance(layer, nn.Conv3d) else ("zeros", "reflect")):
+        return f"padding_mode={layer.padding_mode!r} has no int8 version"
+    if isinstance(layer.padding, str):
+        return f"padding={layer.padding!r} that is larger on one side has no int8 version"
+    if engine == "qnnpack" and isinstance(layer, (nn.Conv3d, nn.ConvTranspose3d)):
+        return "the engine 'qnnpack' cannot save a convolution of three dimensions"
+    if layer.transposed and engine in ("x86", "onednn") and layer.in_channels != layer.out_channels:
+        # measured on torch 2.13: the results are as wrong as random numbers
+        return f"the engine {engine!r} computes a transposed convolution wrongly where the channels change"
+    return None
 
 
 def unobserved(prepared: nn.Module) -> list[str]:
@@ -138,6 +174,13 @@ def dynamic_layer(layer: nn.Module) -> nn.Module:
 def is_quantized(module: nn.Module) -> bool:
     """Whether ``module`` is itself one of torch's int8 layers."""
     return ".quantized" in type(module).__module__ and type(module).__module__.startswith("torch.ao.nn.")
+
+
+def quantization_numbers(layer: nn.Module) -> dict[str, float]:
+    """The scale and zero point of the output of an int8 layer, where it keeps them as plain numbers."""
+    if not is_quantized(layer):
+        return {}
+    return {key: vars(layer)[key] for key in ("scale", "zero_point") if isinstance(vars(layer).get(key), (int, float))}
 
 
 def recurrent_weights(layer: nn.Module) -> dict[str, Tensor] | None:

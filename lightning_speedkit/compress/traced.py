@@ -15,22 +15,31 @@ from typing import Any, cast
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_speedkit.compress.float_copy import replace_module
 from lightning_speedkit.compress.torch_ao import observe_static
+from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["observe_forward", "run_by_graph", "signature_template"]
 
 _TENSOR = "<tensor>"
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 def signature_template(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of one forward by name, each tensor replaced by a mark: plain Python that can be saved.
 
+    QuantizationError if an argument is anything else: it could not be saved, or not be compared.
+
     >>> signature_template(nn.Bilinear(1, 1, 1), (torch.ones(1, 1),), {"input2": torch.ones(1, 1)})
     {'input1': '<tensor>', 'input2': '<tensor>'}
     """
-    return _flatten(type(module).forward, module, args, kwargs)[0]
+    template = _flatten(type(module).forward, module, args, kwargs)[0]
+    for name, value in template.items():
+        if not _is_plain(value):
+            raise QuantizationError(f"its argument {name!r} is neither a tensor nor plain Python, but {value!r:.100}")
+    return template
 
 
 def observe_forward(
@@ -74,18 +83,21 @@ def run_by_graph(
     cls, run = type(module), type(graph).forward
     original = cls.forward
 
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found, tensors = _flatten(original, self, args, kwargs)
-        if found != template:
-            raise ValueError(
-                f"The int8 forward of {cls.__name__} was traced for the arguments {dict(template)} and cannot "
-                f"answer {found}. Call it as on the calibration batches, or quantize with backend='dynamic'."
-            )
-        return run(self, tensors)
+    class Quantized(cls):  # type: ignore[misc, valid-type]
+        @override
+        @functools.wraps(original)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found, tensors = _flatten(original, self, args, kwargs)
+            if found != template:
+                raise ValueError(
+                    f"The int8 forward of {cls.__name__} was traced for the arguments {dict(template)} and cannot "
+                    f"answer {found}. Call it as on the calibration batches, or quantize with backend='dynamic'."
+                )
+            return run(self, tensors)
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    module.__class__ = type(f"Quantized{cls.__name__}", (cls,), namespace)
+    Quantized.__name__ = Quantized.__qualname__ = f"Quantized{cls.__name__}"
+    Quantized.__module__, Quantized.__doc__ = cls.__module__, cls.__doc__
+    module.__class__ = Quantized
 
 
 def _flatten(
@@ -100,7 +112,15 @@ def _flatten(
         tensors.append(tensor)
         return _TENSOR
 
-    return cast("dict[str, Any]", apply_to_collection(values, Tensor, mark)), tensors
+    return cast("dict[str, Any]", apply_to_collection(values, Tensor, mark, allow_frozen=True)), tensors
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
 
 
 def _marks(template: Mapping[str, Any]) -> list[str]:
@@ -126,7 +146,6 @@ def _put_tensor(root: nn.Module, graph: nn.Module, target: str) -> None:
     known = {name for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))}
     if isinstance(value, nn.Module) or key in known:
         return
-    if isinstance(value, Tensor):
-        owner.register_buffer(key, value)
-    else:
-        setattr(owner, key, value)
+    if not isinstance(value, Tensor):
+        raise QuantizationError(f"Its graph reads {target!r}, a {type(value).__name__}, which cannot be saved.")
+    owner.register_buffer(key, value)

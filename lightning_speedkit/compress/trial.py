@@ -27,6 +27,7 @@ __all__ = ["Judge", "ValidationData", "try_int8"]
 
 _LARGEST_ERROR = 0.1  # relative; what is allowed where there is no metric to judge by
 _QUALITY = {"acc", "accuracy", "f1", "auroc", "auc", "iou", "dice", "map", "r2", "score", "precision", "recall"}
+_QUALITY_ENDS = ("accuracy", "auroc", "precision", "recall", "score")  # MulticlassAccuracy, as torchmetrics names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Judge:
                 )
             return self.monitor, self._mode(self.monitor)
         watched = [name for name, _ in self.monitored if name in logged]
-        qualities = [name for name in logged if _words(name) & _QUALITY]
+        qualities = [name for name in logged if _is_quality(name)]
         losses = sorted((name for name in logged if metric_direction(name) == "min"), key=lambda n: n != "val_loss")
         best = [name for name in watched if self._mode(name) == "max"]
         return next(((name, self._mode(name)) for name in (*best, *qualities, *watched, *losses, *logged)), None)
@@ -224,5 +225,7 @@ def _paired(floating: nn.Module, int8: nn.Module, calls: Sequence[Call]) -> tupl
         return None, None
 
 
-def _words(name: str) -> set[str]:
-    return set("".join(c if c.isalnum() else " " for c in name.lower()).split())
+def _is_quality(name: str) -> bool:
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
+    told = any(w in _QUALITY or w.rstrip("0123456789") in _QUALITY or w.endswith(_QUALITY_ENDS) for w in words)
+    return told and metric_direction(name) == "max"  # a dice_loss is none

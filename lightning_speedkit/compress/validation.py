@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_speedkit.compress.calls import Call, record_calls, replay
 from lightning_speedkit.compress.float_copy import copy_module
 from lightning_speedkit.errors import QuantizationError
+from lightning_speedkit.measure.lightning_internals import forget_metric_attributes
 
 __all__ = ["network_calls", "validation_metrics"]
 
@@ -55,7 +56,7 @@ def _recorded(module: LightningModule, step: Any, batches: Sequence[Any], *, inc
         setattr(twin, hook, _unchanged)  # these batches have been through them
     _disarm(twin, LightningModule, ("on_validation_epoch_end", "on_validation_end"))  # the metrics come later
     with record_calls(twin, include_root=include_root) as calls:
-        _validate(twin, dataloaders=_Batches(batches))
+        _validate(twin, _Batches(batches))
     return calls
 
 
@@ -78,22 +79,25 @@ def validation_metrics(
     ``module`` is a copy that this function may use up. The data hooks of ``datamodule`` are applied; its ``setup`` and
     ``prepare_data`` are not run again.
     """
-    data: dict[str, Any] = {"dataloaders": loaders}
-    if datamodule is not None:
+    limit = 1.0 if limit_batches is None else limit_batches
+    if datamodule is None:
+        trainer = _validate(module, loaders, limit=limit)
+    else:
         twin = copy.copy(datamodule)
         twin.val_dataloader = lambda: loaders  # type: ignore[method-assign]
         _disarm(twin, LightningDataModule, ("prepare_data", "setup", "teardown"))
-        data = {"datamodule": twin}
-    trainer = _validate(module, limit_val_batches=1.0 if limit_batches is None else limit_batches, **data)
+        trainer = _validate(module, datamodule=twin, limit=limit)
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
     return values, int(max(cast("Sequence[float]", trainer.num_val_batches), default=0))
 
 
-def _validate(module: LightningModule, *, limit_val_batches: float = 1.0, **data: Any) -> Trainer:
+def _validate(
+    module: LightningModule, loaders: Any = None, *, datamodule: LightningDataModule | None = None, limit: float = 1.0
+) -> Trainer:
     _disarm(module, LightningModule, ("prepare_data", "setup", "teardown", "configure_model", "configure_callbacks"))
     for part in module.modules():
-        if isinstance(part, LightningModule) and hasattr(part, "_metric_attributes"):
-            part._metric_attributes = None  # self.log() keeps ids of the metrics there, and a copy has other ones
+        if isinstance(part, LightningModule):
+            forget_metric_attributes(part)  # they are known by their ids, and a copy has other ones
         if isinstance(part, Metric):
             part.distributed_available_fn = _never  # the other ranks wait at a barrier and cannot answer
     with _quiet():
@@ -102,14 +106,14 @@ def _validate(module: LightningModule, *, limit_val_batches: float = 1.0, **data
             devices=1,
             plugins=[LightningEnvironment()],
             logger=DummyLogger(),
-            limit_val_batches=limit_val_batches,
+            limit_val_batches=limit,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        trainer.validate(module, verbose=False, **data)
+        trainer.validate(module, loaders, datamodule=datamodule, verbose=False)
     return trainer
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-__all__ = ["forget_static_graph_flush", "is_accumulating", "skips_backward"]
+__all__ = ["forget_metric_attributes", "forget_static_graph_flush", "is_accumulating", "skips_backward"]
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
@@ -38,3 +38,14 @@ def forget_static_graph_flush(strategy: DDPStrategy) -> None:
     if not hasattr(strategy, "_pl_static_graph_delay_done"):
         raise AttributeError("This version of Lightning has no DDPStrategy._pl_static_graph_delay_done.")
     strategy._pl_static_graph_delay_done = False
+
+
+def forget_metric_attributes(module: pl.LightningModule) -> None:
+    """Let ``module.log`` look for the names of the module's metrics again.
+
+    Lightning finds them once and knows them by ``id()``. A copy inherits the list and has other metrics, so logging
+    one of them would fail. Clears ``LightningModule._metric_attributes``.
+    """
+    if not hasattr(module, "_metric_attributes"):
+        raise AttributeError("This version of Lightning has no LightningModule._metric_attributes.")
+    module._metric_attributes = None

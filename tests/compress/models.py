@@ -23,6 +23,14 @@ def digit_loader(start: int, stop: int, batch_size: int = 64, **arguments: Any) 
     return DataLoader(TensorDataset(x[start:stop], y[start:stop]), batch_size=batch_size, **arguments)
 
 
+def digit_batches(count: int = 4) -> list[Tensor]:
+    return list(digits()[0][: 32 * count].split(32))
+
+
+def relative(reference: Tensor, other: Tensor) -> float:
+    return float((other - reference).norm() / reference.norm())
+
+
 class ConvNet(nn.Module):
     """Convolutions with BatchNorm and a functional ReLU between them: what fusing has to get right."""
 

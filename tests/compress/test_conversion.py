@@ -1,7 +1,12 @@
+"""A module becomes an int8 copy that answers as it does, or a clear error."""
+
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,16 +14,24 @@ from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic as int8_dynamic
 
 from lightning_speedkit.compress import quantize_model
+from lightning_speedkit.compress.calls import (
+    Call,
+)
+from lightning_speedkit.compress.conversion import details_of, methods_of, on_cpu
+from lightning_speedkit.compress.int8 import Int8Model
+from lightning_speedkit.compress.torch_ao import (
+    is_quantized,
+)
 from lightning_speedkit.errors import QuantizationError
-from tests.compress.models import Branching, ConvNet, DirectDigits, RowReader, digits, mlp
-
-
-def _relative(reference: Tensor, other: Tensor) -> float:
-    return float((other - reference).norm() / reference.norm())
-
-
-def _batches(count: int = 4) -> list[Tensor]:
-    return list(digits()[0][: 32 * count].split(32))
+from tests.compress.models import (
+    ConvNet,
+    DirectDigits,
+    RowReader,
+    digit_batches,
+    digits,
+    mlp,
+    relative,
+)
 
 
 def test_dynamic_weights_are_the_float_ones_to_half_a_step() -> None:
@@ -66,7 +79,7 @@ def test_conv_net_runs_in_int8_as_one_part(make: type[nn.Module]) -> None:
         for _ in range(3):  # running statistics that are not zero and one
             model.train()(digits()[0][:64])
     model.eval()
-    int8, details = quantize_model(model, _batches())
+    int8, details = quantize_model(model, digit_batches())
     assert details.backend == "fx_static"
     assert set(details.layers_quantized) == {
         n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)
@@ -74,27 +87,10 @@ def test_conv_net_runs_in_int8_as_one_part(make: type[nn.Module]) -> None:
     assert details.skipped == {}
     x = digits()[0][200:264]
     with torch.no_grad():
-        assert _relative(model(x), int8(x)) < 0.06
+        assert relative(model(x), int8(x)) < 0.06
     assert isinstance(int8, make)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in int8.modules())
     assert not any(isinstance(m, nn.Conv2d | nn.Linear) for m in int8.modules())
-
-
-def test_forward_keeps_keywords_and_refuses_what_was_not_traced() -> None:
-    model = DirectDigits().eval()
-    x, mask = digits()[0][:32], torch.zeros(32, 10, dtype=torch.bool)
-    mask[:, 3] = True
-    int8, details = quantize_model(model, [{"x": x, "mask": mask}])
-    assert details.backend == "fx_static"
-    with torch.no_grad():
-        torch.testing.assert_close(int8(x=x, mask=mask), int8(x, 1.0, mask), rtol=0, atol=0)
-        assert float(int8(x, mask=mask)[:, 3].max()) < -1e8
-        with pytest.raises(ValueError, match=r"was traced for the arguments .*'mask': '<tensor>'"):
-            int8(x)
-        with pytest.raises(ValueError, match=r"'scale': 2\.0"):
-            int8(x, scale=2.0, mask=mask)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'masc'"):
-            int8(x, masc=mask)
 
 
 class _TwoInputs(nn.Module):
@@ -110,23 +106,23 @@ class _TwoInputs(nn.Module):
 
 def test_two_inputs_in_a_dict_and_two_outputs() -> None:
     model = _TwoInputs().eval()
-    batches = [{"image": x, "extra": {"values": torch.randn(32, 3)}} for x in _batches()]
+    batches = [{"image": x, "extra": {"values": torch.randn(32, 3)}} for x in digit_batches()]
     int8, details = quantize_model(model, batches)
     assert details.backend == "fx_static"
     assert details.layers_quantized == ("image", "extra", "head")
     with torch.no_grad():
         expected, got = model(**batches[0]), int8(**batches[0])
     assert list(got) == ["logits", "hidden"]
-    assert max(_relative(expected[key], got[key]) for key in expected) < 0.06
+    assert max(relative(expected[key], got[key]) for key in expected) < 0.06
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_net_becomes_dynamic(kind: type[nn.Module]) -> None:
     model = RowReader(kind).eval()
-    int8, details = quantize_model(model, _batches())
+    int8, details = quantize_model(model, digit_batches())
     assert (details.backend, details.layers_quantized) == ("dynamic", ("rnn", "head"))
     with torch.no_grad():
-        assert _relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.03
+        assert relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.03
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -138,38 +134,7 @@ def test_cells_become_dynamic(cell: type[nn.Module]) -> None:
     assert details.layers_quantized == ("0",)
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     with torch.no_grad():
-        assert _relative(first(holder(x)), first(int8(x))) < 0.03
-
-
-def test_what_cannot_be_traced_is_quantized_in_the_parts_that_can() -> None:
-    model = Branching().eval()
-    int8, details = quantize_model(model, _batches())
-    assert details.backend == "fx_static+dynamic"
-    assert details.layers_quantized == ("block.0", "block.2", "head")
-    with torch.no_grad():
-        assert _relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.06
-        assert int8(-digits()[0][:9]).shape == (9, 10)  # the other branch, decided by the values as before
-
-
-class _Dangerous(nn.Module):
-    """torch.fx traces it without complaint and gets another function: a proxy is no Tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-
-    def forward(self, x: object) -> Tensor:
-        assert x is not None
-        factor = 3.0 if isinstance(x, Tensor) else 1.0
-        return self.conv(x) * factor
-
-
-def test_a_trace_that_computes_something_else_is_not_used() -> None:
-    model = _Dangerous().eval()
-    int8, details = quantize_model(model, _batches())
-    with torch.no_grad():
-        assert _relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.06
-    assert details.layers_quantized == ("conv",)
+        assert relative(first(holder(x)), first(int8(x))) < 0.03
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -194,7 +159,7 @@ def test_transformer_encoder_does_not_crash(padded: bool, batch_first: bool) -> 
         with torch.no_grad():
             call = (lambda m: m(x, src_key_padding_mask=mask)) if padded else (lambda m: m(x))
             keep = slice(0, 3) if padded and batch_first else slice(None)
-            assert _relative(call(model)[:, keep], call(int8)[:, keep]) < 0.05
+            assert relative(call(model)[:, keep], call(int8)[:, keep]) < 0.05
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -222,74 +187,13 @@ def test_single_layers_at_the_root() -> None:
         int8, details = quantize_model(layer, [x], backend=backend)
         assert len(details.layers_quantized) == 1
         with torch.no_grad():
-            assert _relative(layer(x), int8(x)) < 0.03
-
-
-def test_skip_leaves_the_named_layers_in_float() -> None:
-    model = ConvNet().eval()
-    int8, details = quantize_model(model, _batches(), skip=["head"])
-    assert details.layers_quantized == ("conv1", "conv2")
-    assert details.skipped == {"head": "named in skip"}
-    assert type(int8.get_submodule("head")) is nn.Linear
-    int8, details = quantize_model(mlp(), _batches(), skip=["1"])
-    assert (details.layers_quantized, details.skipped) == (("3",), {"1": "named in skip"})
-    with pytest.raises(QuantizationError, match="named in skip"):
-        quantize_model(mlp(), _batches(), skip=["*"])
-
-
-def test_layers_that_no_batch_reaches_stay_in_float_and_work() -> None:
-    class Optional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, both: bool = False) -> Tensor:
-            return self.unused(self.used(x)) if both else self.used(x)
-
-    model, x = Optional().eval(), torch.randn(8, 4)
-    int8, details = quantize_model(model, [x])
-    assert details.layers_quantized == ("used",)
-    assert details.skipped == {"unused": "not called on the calibration batches"}
-    with torch.no_grad():
-        assert _relative(model(x, both=True), int8(x, both=True)) < 0.05
-
-
-def test_a_weight_that_is_read_directly_is_not_quantized_away() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(self.body(x), self.head.weight)
-
-    model, x = Reads().eval(), torch.randn(8, 4)
-    int8, details = quantize_model(model, [x])
-    assert details.layers_quantized == ("body",)
-    with torch.no_grad():
-        assert _relative(model(x), int8(x)) < 0.05
-
-
-def test_shared_layers_are_replaced_under_every_name() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(6, 6)
-            self.second = self.first
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.relu(self.first(x)))
-
-    model, x = Tied().eval(), torch.randn(8, 6)
-    int8, _ = quantize_model(model, [x])
-    assert int8.first is int8.second
-    assert isinstance(int8.first, int8_dynamic.Linear)
+            assert relative(layer(x), int8(x)) < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_quantized_from_float32(dtype: torch.dtype) -> None:
     model = mlp().to(dtype)
-    int8, details = quantize_model(model, [batch.to(dtype) for batch in _batches()])
+    int8, details = quantize_model(model, [batch.to(dtype) for batch in digit_batches()])
     assert details.relative_error < 0.05
     assert next(model.parameters()).dtype == dtype
     assert int8(digits()[0][:4]).dtype == torch.float32
@@ -301,7 +205,7 @@ def test_source_and_process_are_left_as_found() -> None:
     state = copy.deepcopy(model.state_dict())
     grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     random, engine = torch.get_rng_state(), torch.backends.quantized.engine
-    batches = _batches()
+    batches = digit_batches()
     kept = [batch.clone() for batch in batches]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of torch's quantization reaches the user
@@ -343,38 +247,169 @@ def test_random_layers_are_compared_on_the_same_random_numbers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x.flatten(1)) + torch.randn(len(x), 64)
 
-    _, details = quantize_model(Noisy(), _batches())
+    _, details = quantize_model(Noisy(), digit_batches())
     assert details.relative_error < 0.05
 
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"backend must be one of .*got 'fx-static'.*Did you mean 'fx_static'"):
-        quantize_model(mlp(), _batches(), backend="fx-static")
+        quantize_model(mlp(), digit_batches(), backend="fx-static")
     with pytest.raises(ValueError, match="at least one batch"):
         quantize_model(mlp(), [])
 
 
-def test_pruned_and_parametrized_weights_are_quantized_as_they_act() -> None:
-    pruned = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    nn.utils.prune.l1_unstructured(pruned[0], "weight", amount=0.5)
-    nn.utils.parametrizations.weight_norm(pruned[2])
-    x = torch.randn(8, 16)
-    int8, details = quantize_model(pruned, [x])
-    assert details.layers_quantized == ("0", "2")
-    zero = pruned[0].weight == 0
-    assert int(zero.sum()) == 128
-    assert bool((int8[0].weight().int_repr()[zero] == 0).all())
-    assert hasattr(pruned[0], "weight_mask")
-    with torch.no_grad():
-        assert _relative(pruned(x), int8(x)) < 0.05
+def _call(x: Tensor) -> list[Call]:
+    return [Call("", (x,), {})]
 
 
-def test_compiled_modules_are_quantized_as_plain_ones() -> None:
-    net = mlp()
-    wrapped, in_place = torch.compile(mlp(), backend="eager"), mlp()
-    in_place.compile(backend="eager")
-    for model in (nn.Sequential(net), wrapped, nn.Sequential(torch.compile(mlp(), backend="eager")), in_place):
-        int8, details = quantize_model(model, _batches(1))
-        assert len(details.layers_quantized) == 2
-        with torch.no_grad():
-            assert _relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.05
+class _Misbehaves(nn.Module):
+    """Does something else as soon as a layer of it is int8."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.fc, self.what = nn.Linear(4, 4), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return self.what(out) if is_quantized(self.fc) else out
+
+
+def _fails(out: Tensor) -> Tensor:
+    raise LookupError("no int8 here")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (_fails, r"The int8 copy cannot be run \(LookupError: no int8 here\)"),
+        (lambda out: out * 0, r"The int8 copy computes something else \(relative error 1\)"),
+        (lambda out: out * math.nan, r"computes something else \(relative error inf\)"),
+        (lambda out: out[:1], r"computes something else \(relative error inf\)"),
+        (lambda out: out + next(_COUNT) * 1e-3, "answers the same batch differently the second time"),
+        (lambda out: out if len(out) > 1 else _fails(out), "cannot be run on one sample, which the float model can"),
+        (lambda out: out if len(out) > 1 else out / 0, "cannot be run on one sample, which the float model can"),
+        (lambda out: out if len(out) > 1 else -out, r"is wrong on one sample \(relative error 2"),
+    ],
+    ids=["fails", "zeros", "nan", "shape", "moody", "fails on one", "infinite on one", "wrong on one"],
+)
+def test_an_int8_copy_that_fails_its_check_is_not_given_out(what: Any, message: str) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        quantize_model(_Misbehaves(what), [torch.randn(8, 4)])
+
+
+_COUNT = iter(range(1000))
+
+
+def test_a_network_that_needs_a_full_batch_is_checked_on_full_batches() -> None:
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) > 1
+            return self.fc(x)
+
+    _, details = quantize_model(Full(), [torch.randn(8, 4)])
+    assert details.layers_quantized == ("fc",)
+
+
+def test_logits_that_are_masked_out_are_no_difference() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).masked_fill(torch.tensor([True, False, False, False]), -math.inf)
+
+    _, details = quantize_model(Masks(), [torch.randn(8, 4)])
+    assert details.relative_error < 0.05
+
+
+def test_a_source_that_changes_is_an_error() -> None:
+    class Shared:
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("one of a kind")
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.shared = Shared(self.fc.weight.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.shared.weight.add_(1)
+            return self.fc(x)
+
+    with pytest.raises(QuantizationError, match="The float model changed while it was quantized"):
+        quantize_model(Changes(), [torch.randn(8, 4)])
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "methods"),
+    [
+        (nn.Conv1d(1, 1, 1), "auto", ["fx_static+dynamic", "dynamic"]),
+        (nn.Linear(1, 1), "auto", ["dynamic"]),
+        (nn.Linear(1, 1), "fx_static", ["fx_static"]),
+        (nn.Conv1d(1, 1, 1), "dynamic", ["dynamic"]),
+    ],
+)
+def test_methods_of_a_backend(model: nn.Module, backend: str, methods: list[str]) -> None:
+    assert methods_of(model, backend) == methods
+
+
+def test_details_name_the_methods_that_were_used() -> None:
+    recipe = {"engine": "x86", "static": [{}], "dynamic": ["b"]}
+    details = details_of(Int8Model(nn.ReLU(), recipe, ("a", "b"), {"c": "why"}), 0.25)
+    assert (details.backend, details.engine, details.layers_total) == ("fx_static+dynamic", "x86", 3)
+    assert (details.skipped, details.relative_error) == ({"c": "why"}, 0.25)
+    assert "recipe" not in repr(details)
+
+
+class _MovesItself:
+    """Moves itself in place, as the BatchEncoding of transformers does."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.device = values, "accelerator"
+
+    def to(self, device: Any) -> _MovesItself:
+        self.device = str(device)
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frozen:
+    values: Tensor
+
+
+def test_a_batch_is_copied_and_the_one_in_training_left_alone() -> None:
+    half, whole = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.long)
+    own, frozen = _MovesItself(torch.ones(2)), _Frozen(torch.ones(2))
+    batch = {
+        "x": [half, whole],
+        "own": own,
+        "frozen": frozen,
+        "text": "a",
+        "packed": torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1, dtype=torch.float64)]),
+    }
+    copied = on_cpu(batch)
+    assert [tensor.dtype for tensor in copied["x"]] == [torch.float32, torch.long]
+    assert copied["packed"].data.dtype == torch.float32
+    assert (own.device, copied["own"].device) == ("accelerator", "cpu")
+    assert copied["text"] == "a"
+    assert isinstance(copied["frozen"], _Frozen)
+    half.zero_()
+    whole.zero_()
+    own.values.zero_()
+    assert all(bool(tensor.all()) for tensor in (*copied["x"], copied["own"].values))
+
+
+def test_tensors_with_a_history_are_copied_without_it() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    copied = on_cpu([x])[0]
+    assert copied.grad_fn is None
+    torch.testing.assert_close(copied, torch.full((2,), 2.0), rtol=0, atol=0)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+import lightning_speedkit.compress.quantize as quantize
 from lightning_speedkit.compress import QuantizationReport, QuantizeOnFitEnd, load_quantized
 from lightning_speedkit.compress.float_copy import fingerprint
 from lightning_speedkit.compress.torch_ao import is_quantized
@@ -31,8 +29,6 @@ from tests.compress.models import (
     quiet_trainer,
 )
 from tests.two_ranks import on_two_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _fit(model: LightningModule, callback: QuantizeOnFitEnd, **arguments: Any) -> Any:
@@ -127,6 +123,10 @@ def test_test_and_best_checkpoint_and_second_fit_work_afterwards() -> None:
     # the int8 copy is a LightningModule of its own
     int8 = trainer.test(callback.quantized_model, loader, verbose=False)[0]["test_acc"]
     assert int8 == pytest.approx(_accuracy(callback.quantized_model, 1408, 1792), abs=1e-6)
+    x = digits()[0][:50]
+    with torch.no_grad():
+        again = load_quantized("quantized", Digits(ConvNet()))
+        torch.testing.assert_close(again(x), callback.quantized_model(x), rtol=0, atol=0)
     first = (_report(callback), callback.quantized_model, Path("quantized/model.pt").read_bytes())
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model, digit_loader(0, 1024), digit_loader(1024, 1408))
@@ -419,39 +419,7 @@ def test_trial_runs_are_left_alone(setting: str) -> None:
     assert not Path("quantized").exists()
 
 
-_RELOAD = """
-import torch
-from lightning_speedkit.compress import load_quantized
-from tests.compress.test_quantize import KINDS, digits
-with torch.no_grad():
-    torch.save({kind: load_quantized(kind, make())(digits()[0][:50]) for kind, make in KINDS.items()}, "out.pt")
-"""
-KINDS: dict[str, Any] = {
-    "conv": lambda: Digits(ConvNet()),
-    "direct": lambda: DirectDigits(),
-    "lstm": lambda: Digits(RowReader()),
-    "untraceable": lambda: Digits(Branching()),
-    "wrapped layer": lambda: Digits(nn.Sequential(nn.Conv2d(1, 10, 8), nn.Flatten(), nn.Softsign())),
-}
-
-
-def test_artefacts_answer_the_same_in_a_fresh_process() -> None:
-    expected = {}
-    for kind, make in KINDS.items():
-        callback = QuantizeOnFitEnd(max_metric_drop=1.0, folder=kind)
-        trainer = quiet_trainer(callbacks=[callback], max_epochs=1)
-        trainer.fit(make(), digit_loader(0, 256), digit_loader(1024, 1088))
-        with torch.no_grad():
-            expected[kind] = callback.quantized_model(digits()[0][:50])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _RELOAD], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    torch.testing.assert_close(torch.load("out.pt"), expected, rtol=0, atol=0)
-
-
-def _fit_on_a_rank(folder: str) -> tuple[Any, bool, bool, list[str]]:
+def _fit_on_a_rank(folder: str) -> dict[str, Any]:
     class WithMetric(Digits):
         def __init__(self) -> None:
             super().__init__(ConvNet())
@@ -464,49 +432,46 @@ def _fit_on_a_rank(folder: str) -> tuple[Any, bool, bool, list[str]]:
     torch.manual_seed(0)
     written = []
     replace = Path.replace
-    Path.replace = lambda self, target: (written.append(str(target)), replace(self, target))[1]  # type: ignore[method-assign]
+    Path.replace = lambda self, target: (written.append(Path(target).name), replace(self, target))[1]  # type: ignore[method-assign]
     callback = QuantizeOnFitEnd(folder=folder, max_metric_drop=1.0)
     trainer = quiet_trainer(callbacks=[callback], strategy="ddp", devices=2, max_epochs=1)
     model = WithMetric()
-    trainer.fit(model, digit_loader(0, 512), digit_loader(1024, 1280))
-    assert trainer.world_size == 2
+    trainer.fit(model, digit_loader(0, 256), digit_loader(1024, 1152))
     trainer.test(model, digit_loader(1408, 1536), verbose=False)  # the ranks still meet
-    return callback.report, callback.quantized_model is None, trainer.is_global_zero, written
-
-
-def test_on_two_ranks_the_first_measures_and_writes(tmp_path: Path) -> None:
-    (report, none, first, written), (other, other_none, other_first, other_written) = on_two_ranks(
-        _fit_on_a_rank, str(tmp_path / "q")
-    )
-    assert (first, other_first) == (True, False)
-    assert report == other
-    assert report.kept
-    assert report.metric == "val_acc"
-    assert (none, other_none) == (False, True)
-    assert [Path(path).name for path in written] == ["model.pt", "report.json"]
-    assert other_written == []
-    assert sorted(p.name for p in (tmp_path / "q").iterdir()) == ["model.pt", "report.json"]
+    return {
+        "world": trainer.world_size,
+        "first": trainer.is_global_zero,
+        "report": callback.report,
+        "has model": callback.quantized_model is not None,
+        "written": written,
+        "failure": _fail_on_first_rank(),
+    }
 
 
 def _fail_on_first_rank() -> str:
-    import lightning_speedkit.compress.quantize as module
-
     def broken(*_: Any, **__: Any) -> Any:
         raise OSError("disk full")
 
-    module._write = broken
+    quantize._write = broken
     trainer = quiet_trainer(callbacks=[QuantizeOnFitEnd()], strategy="ddp", devices=2, max_epochs=1)
     try:
-        trainer.fit(Digits(mlp()), digit_loader(0, 256), digit_loader(1024, 1152))
+        trainer.fit(Digits(mlp()), digit_loader(0, 128), digit_loader(1024, 1088))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_a_failure_of_the_first_rank_reaches_the_other() -> None:
-    first, other = on_two_ranks(_fail_on_first_rank)
-    assert first == "OSError: disk full"
-    assert other == "QuantizationError: Quantization failed on the first rank; its log says why."
+def test_on_two_ranks_the_first_measures_and_writes_and_its_failure_reaches_the_other(tmp_path: Path) -> None:
+    one, other = on_two_ranks(_fit_on_a_rank, str(tmp_path / "q"))
+    assert (one["world"], one["first"], other["first"]) == (2, True, False)
+    assert one["report"] == other["report"]
+    assert one["report"].kept
+    assert one["report"].metric == "val_acc"
+    assert (one["has model"], other["has model"]) == (True, False)
+    assert (one["written"], other["written"]) == (["model.pt", "report.json"], [])
+    assert sorted(p.name for p in (tmp_path / "q").iterdir()) == ["model.pt", "report.json"]
+    assert one["failure"] == "OSError: disk full"
+    assert other["failure"] == "QuantizationError: Quantization failed on the first rank; its log says why."
 
 
 def test_strategies_that_spread_the_model_are_refused() -> None:
@@ -568,3 +533,34 @@ def test_a_step_that_fails_outside_the_fit_is_named_in_the_report() -> None:
     assert report.kept
     assert report.metric is None
     assert report.reason.startswith("Validation failed (LookupError: no optimizer here). The outputs differ by 0.0")
+
+
+def test_a_fit_without_training_batches_has_nothing_to_calibrate_with() -> None:
+    callback = QuantizeOnFitEnd()
+    model = Digits(mlp())
+    trainer = _fit(model, callback, max_epochs=1)
+    assert _report(callback).kept
+    files = {path.name: path.read_bytes() for path in Path("quantized").iterdir()}
+    with pytest.warns(UserWarning, match="saw no training batch in this fit"):
+        trainer.fit(model, digit_loader(0, 64), digit_loader(1024, 1088))  # all its epochs are done
+    assert (callback.report, callback.quantized_model) == (None, None)
+    assert {path.name: path.read_bytes() for path in Path("quantized").iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    ("limits", "batches"),
+    [
+        ({}, 6),
+        ({"validation_batches": 2}, 2),
+        ({"validation_batches": None}, 6),
+        ({"limit_val_batches": 3}, 3),
+        ({"limit_val_batches": 3, "validation_batches": None}, 3),
+        ({"limit_val_batches": 0}, None),
+    ],
+)
+def test_validation_is_limited_by_the_callback_and_the_trainer(limits: dict[str, Any], batches: int | None) -> None:
+    ours = {name: value for name, value in limits.items() if name == "validation_batches"}
+    callback = QuantizeOnFitEnd(max_metric_drop=1.0, **ours)
+    _fit(Digits(mlp()), callback, max_epochs=1, **{name: v for name, v in limits.items() if name not in ours})
+    assert _report(callback).validation_batches == batches
+    assert (_report(callback).metric is None) == (batches is None)

@@ -3,17 +3,21 @@ then change ``lightning_internals.py``."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_speedkit.measure.lightning_internals import (
+    forget_metric_attributes,
     forget_static_graph_flush,
     is_accumulating,
     skips_backward,
@@ -52,7 +56,7 @@ class _Watch(Callback):
         self.skips.append(skips_backward(trainer))
 
 
-def _fit(*callbacks: Callback, **options: Any) -> None:
+def _fit(*callbacks: Callback, module: LightningModule | None = None, **options: Any) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -63,7 +67,7 @@ def _fit(*callbacks: Callback, **options: Any) -> None:
         enable_checkpointing=False,
         **options,
     )
-    trainer.fit(_Norm(), DataLoader(torch.arange(10.0).reshape(5, 2, 1), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module or _Norm(), DataLoader(torch.arange(10.0).reshape(5, 2, 1), batch_size=None))  # type: ignore[arg-type]
 
 
 def test_is_accumulating_says_whether_a_step_follows() -> None:
@@ -92,3 +96,46 @@ def test_a_lightning_without_the_flush_is_told() -> None:
     strategy = DDPStrategy.__new__(DDPStrategy)
     with pytest.raises(AttributeError, match="no DDPStrategy"):
         forget_static_graph_flush(strategy)
+
+
+class _LogsMetric(_Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.mean.update(batch)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class _Copies(Callback):
+    """Copies the module while it knows its metrics."""
+
+    def __init__(self) -> None:
+        self.known: Any = None
+        self.copy: LightningModule | None = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.known = dict(pl_module._metric_attributes)
+        self.copy = copy.deepcopy(pl_module)
+
+
+def test_metrics_are_known_by_their_ids_and_a_copy_forgets_them() -> None:
+    module, copies = _LogsMetric(), _Copies()
+    assert module._metric_attributes is None
+    _fit(copies, max_epochs=1, module=module)
+    assert copies.known == {id(module.mean): "mean"}
+    twin = copies.copy
+    assert twin is not None
+    assert twin._metric_attributes == copies.known
+    with pytest.raises(MisconfigurationException, match="Could not find the `LightningModule` attribute"):
+        _fit(max_epochs=1, module=twin)
+    forget_metric_attributes(twin)
+    assert twin._metric_attributes is None
+    _fit(max_epochs=1, module=twin)
+
+
+def test_a_lightning_without_the_names_of_metrics_is_told() -> None:
+    with pytest.raises(AttributeError, match=r"no LightningModule\._metric_attributes"):
+        forget_metric_attributes(nn.Module())  # type: ignore[arg-type]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -93,6 +95,20 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def idle() -> None:
+    """Can be sent to another process, as no lambda can."""
+
+
+class IdleModel(Model):
+    def __init__(self) -> None:
+        super().__init__(idle)
+
+
+class IdleBatches(Batches):
+    def __init__(self, count: int) -> None:
+        super().__init__(count, idle)
 
 
 class IteratorModel(Model):
@@ -223,6 +239,62 @@ def test_accumulation_counts_batches_as_steps(tmp_path: Path, clock: FakeTime) -
     trainer(tmp_path, recorder, accumulate_grad_batches=4).fit(Model(spending(clock, 4)), loader)
     run = recorder.run
     assert (run.train.steps, run.optimizer_steps, run.accumulate_grad_batches) == (6, 2, 4)
+
+
+class SetsFactor(Callback):
+    """Sets the factor during a fit and puts it back when training ends, however it ends."""
+
+    def setup(self, trainer: Trainer, *arguments: Any, stage: str) -> None:
+        trainer.accumulate_grad_batches = 4
+
+    def on_train_end(self, trainer: Trainer, *arguments: Any) -> None:
+        trainer.accumulate_grad_batches = 1
+
+    def on_exception(self, trainer: Trainer, *arguments: Any) -> None:
+        trainer.accumulate_grad_batches = 1
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 6], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "made", [SetsFactor, lambda: GradientAccumulationScheduler({0: 4})], ids=["own", "lightning's"]
+)
+def test_the_factor_is_that_of_training_whoever_comes_first(
+    tmp_path: Path, made: Any, first: bool, fails_at: int | None
+) -> None:
+    calls = iter(range(1, 100))
+
+    def spend() -> None:
+        if next(calls) == fails_at:
+            raise ValueError("broken")
+
+    recorder, other = RunRecorder(warmup_steps=0), made()
+    fitting = trainer(tmp_path, *([recorder, other] if first else [other, recorder]))
+    with nullcontext() if fails_at is None else pytest.raises(ValueError, match="broken"):
+        fitting.fit(Model(spend), DataLoader(Batches(8, lambda: None)))
+    steps = {None: 2, 1: 0, 6: 1}[fails_at]
+    assert (recorder.run.accumulate_grad_batches, recorder.run.optimizer_steps) == (4, steps)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_epoch_that_averaging_adds_has_no_step_and_no_factor(tmp_path: Path, first: bool) -> None:
+    class Norm(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))  # type: ignore[assignment]
+            self.taken = 0
+
+        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            self.taken += not self.trainer.fit_loop._skip_backward
+            super().optimizer_step(*arguments, **options)
+
+    recorder, averaging, model = RunRecorder(warmup_steps=0), StochasticWeightAveraging(0.1, swa_epoch_start=1), Norm()
+    callbacks = [recorder, averaging] if first else [averaging, recorder]
+    fitting = trainer(tmp_path, *callbacks, max_epochs=3, accumulate_grad_batches=2)
+    fitting.fit(model, DataLoader(Batches(12, lambda: None), batch_size=2))
+    run = recorder.run
+    assert (run.accumulate_grad_batches, run.epochs, run.train.steps) == (2, 4, 24)
+    assert run.optimizer_steps == model.taken == 9  # 3 epochs of 6 batches
 
 
 @pytest.mark.parametrize(("loading", "computing"), [(0.02, 0.002), (0.002, 0.02)])
@@ -380,8 +452,17 @@ def test_a_wrong_warmup_is_told(value: Any) -> None:
 
 
 def test_before_any_fit_there_is_nothing() -> None:
-    with pytest.raises(RuntimeError, match="nothing yet"):
+    with pytest.raises(RuntimeError, match=r"nothing yet.*'spawn' or 'fork'.*give RunRecorder a path.*read_run"):
         _ = RunRecorder().run
+
+
+def test_a_fit_in_spawned_processes_leaves_the_file_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    recorder = RunRecorder(warmup_steps=0, path=str(path))
+    trainer(tmp_path, recorder, strategy="ddp_spawn").fit(IdleModel(), DataLoader(IdleBatches(3)))
+    assert read_run(path).train.steps == 3
+    with pytest.raises(RuntimeError, match=re.escape(f"they are in {str(path)!r}, and read them with")):
+        _ = recorder.run
 
 
 @pytest.mark.gpu

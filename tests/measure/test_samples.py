@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_speedkit.measure import count_samples
+from lightning_speedkit.measure.samples import tensors_in
 
 
 @dataclass
@@ -44,3 +45,9 @@ IMAGES = torch.empty(7, 3, 2, 2, device="meta")  # reading a value of it raises
 )
 def test_count(batch: Any, count: int) -> None:
     assert count_samples(batch) == count
+
+
+def test_tensors_come_in_the_order_of_the_batch_and_are_the_batchs_own() -> None:
+    a, b, c, d = (torch.tensor(float(number)) for number in range(4))
+    batch = {"z": [a, "text", (b,)], "y": Pair("name", c), "x": None, "w": Pair, "v": {1: Named(d, iter([a]))}}
+    assert [id(tensor) for tensor in tensors_in(batch)] == [id(tensor) for tensor in (a, b, c, d)]
