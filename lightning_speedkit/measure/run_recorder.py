@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_speedkit.facts import Hardware, RunFacts, write_run
 from lightning_speedkit.measure.clocks import HostClock, clock_for
 from lightning_speedkit.measure.hardware import read_hardware
+from lightning_speedkit.measure.lightning_internals import skips_backward
 from lightning_speedkit.measure.profiler_tap import Listener, ProfilerTap
 from lightning_speedkit.measure.samples import count_samples
 from lightning_speedkit.measure.step_timer import StepTimer
@@ -82,16 +83,24 @@ class RunRecorder(Callback):
         """The facts of the last ``fit``, or of the present one so far.
 
         Raises:
-            RuntimeError: No ``fit`` has started training with this callback.
+            RuntimeError: No ``fit`` has started training with this callback in this process. A strategy that starts
+                processes by spawn or fork trains there and leaves the facts in the file only.
         """
         if self._timer is not None and self._trainer is not None:
             return self._facts(self._trainer, self._timer, "running")
         if self._run is None:
-            raise RuntimeError("RunRecorder has nothing yet: it records from the start of training in Trainer.fit.")
+            where = "give RunRecorder a path" if self.path is None else f"they are in {str(self.path)!r}"
+            raise RuntimeError(
+                "RunRecorder has nothing yet in this process: it records from the start of training in Trainer.fit. "
+                f"If the strategy started processes by 'spawn' or 'fork', the facts stayed there: {where}, and read "
+                "them with lightning_speedkit.facts.read_run."
+            )
         return self._run
 
     def _reset_counts(self) -> None:
         self._published = False
+        self._factor = 1
+        self._steps_taken: int | None = None  # once epochs no longer step
         self._epochs = self._first_step = 0
         self._seconds_validation = self._seconds_checkpoint = 0.0
         self._started = self._validation_started = self._save_started = 0.0
@@ -101,7 +110,8 @@ class RunRecorder(Callback):
             hardware=self._hardware,
             train=timer.timing(),
             epochs=self._epochs,
-            optimizer_steps=trainer.global_step - self._first_step,
+            optimizer_steps=(trainer.global_step if self._steps_taken is None else self._steps_taken)
+            - self._first_step,
             seconds_fit=self._host.mark() - self._started,
             seconds_warmup=timer.seconds_warmup,
             seconds_validation=self._seconds_validation,
@@ -110,7 +120,7 @@ class RunRecorder(Callback):
             precision=str(trainer.precision),
             strategy=type(trainer.strategy).__name__,
             world_size=trainer.world_size,
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            accumulate_grad_batches=self._factor,
             versions=read_versions(),
         )
 
@@ -128,7 +138,7 @@ class RunRecorder(Callback):
             _SAVE: (self._save_starts, self._save_stops),
         }
         ProfilerTap.attach(trainer, self._listener)
-        self._first_step = trainer.global_step
+        self._first_step, self._factor = trainer.global_step, trainer.accumulate_grad_batches
         self._started = self._host.mark()
 
     def _finish(self, trainer: Trainer, outcome: str) -> None:
@@ -177,6 +187,13 @@ class RunRecorder(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._timer is not None:
             self._timer.begin_epoch()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not skips_backward(trainer):
+            self._factor = trainer.accumulate_grad_batches
+        elif self._steps_taken is None:  # the last epoch of StochasticWeightAveraging has its own factor, and no step
+            self._steps_taken = trainer.global_step
 
     @override
     def on_train_batch_end(

@@ -1,14 +1,14 @@
-"""Counts the samples of a batch without looking at its values."""
+"""Finds the tensors of a batch, and counts its samples without looking at a value."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-__all__ = ["count_samples"]
+__all__ = ["count_samples", "tensors_in"]
 
 
 def count_samples(batch: Any) -> int:
@@ -17,6 +17,7 @@ def count_samples(batch: Any) -> int:
     Looks through mappings, sequences and dataclasses in their own order and reads shapes only, so nothing waits for a
     device. A sequence without any tensor counts its elements. 0 if there is nothing to count.
 
+    >>> import torch
     >>> count_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8)})
     8
     >>> count_samples([torch.tensor(0.5), torch.zeros(3, 2)])
@@ -26,24 +27,27 @@ def count_samples(batch: Any) -> int:
     >>> count_samples(["a", "b", "c"])
     3
     """
-    found = _first_dimension(batch)
-    if found is None and isinstance(batch, (list, tuple)):
-        return len(batch)
-    return found or 0
+    for tensor in tensors_in(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    return len(batch) if isinstance(batch, (list, tuple)) else 0
 
 
-def _first_dimension(batch: Any) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch in their own order: it looks through mappings, lists, tuples and dataclasses.
+
+    >>> import torch
+    >>> [len(tensor) for tensor in tensors_in({"x": [torch.zeros(2), "no tensor"], "y": torch.zeros(3)})]
+    [2, 3]
+    """
     parts: Any = ()
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
         parts = batch.values()
     elif isinstance(batch, (list, tuple)):
         parts = batch
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     for part in parts:
-        size = _first_dimension(part)
-        if size is not None:
-            return size
-    return None
+        yield from tensors_in(part)

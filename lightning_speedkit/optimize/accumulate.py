@@ -12,11 +12,14 @@ full and the micro-batches equal, and then the weights equal Lightning's own bit
 How: a loss is weighted by its samples, relative to the first micro-batch of its window, in its backward pass. Before
 the last backward of the window, the gradients so far are scaled and the last loss is weighted so that what is
 synchronised, clipped and stepped with is right already, whatever other callbacks look at it. Under float16 all this
-happens to scaled losses and gradients, which is the same, since it is linear.
+happens to scaled losses and gradients, which is the same, since it is linear. There the gradients so far are scaled
+down before a larger micro-batch comes, since a large weight would make its gradient infinite.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +43,8 @@ from lightning_speedkit.optimize.accumulation_window import (
 )
 
 __all__ = ["AccumulationScheduler"]
+
+_FLOAT16 = ("16-mixed", "16-true", "transformer-engine-float16")
 
 
 def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -79,6 +84,10 @@ def _sum_over_ranks(number: int, device: torch.device) -> Tensor:
     return total
 
 
+def _parameters(trainer: pl.Trainer) -> Iterator[Tensor]:
+    return (parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"])
+
+
 class AccumulationScheduler(Callback):
     """Accumulates gradients over micro-batches so that each step equals the step of one batch of all their samples.
 
@@ -97,10 +106,10 @@ class AccumulationScheduler(Callback):
     Raises:
         ValueError: ``schedule``, ``unit`` or ``count`` is not allowed; or, during ``fit``, the samples of a batch
             cannot be told.
-        TypeError: A start or number is no whole number.
-        MisconfigurationException: At ``fit``: manual optimization, an LBFGS optimizer, a ``training_step`` that takes
-            ``dataloader_iter``, a second callback or Trainer argument that sets the factor, or a strategy other than
-            one device and DDP.
+        TypeError: A start or number is no whole number; or, during ``fit``, :meth:`count_samples` returns none.
+        MisconfigurationException: At ``fit``: manual optimization, an optimizer that evaluates its closure several
+            times (LBFGS, SAM), a ``training_step`` that takes ``dataloader_iter``, a second callback or Trainer
+            argument that sets the factor, or a strategy other than one device and DDP.
 
     Example:
 
@@ -128,11 +137,15 @@ class AccumulationScheduler(Callback):
         self._found: int | None = None  # the Trainer's own factor, while ours is set
         self._window: AccumulationWindow | None = None  # from the clearing of the gradients to the last backward
         self._samples = 1  # of the micro-batch in progress
+        self._had_backward = False  # the micro-batch in progress
         self._is_first_window = True
         self._warned = False
 
     def count_samples(self, batch: Any) -> int:
-        """The number of samples in a batch; :func:`samples_in`, unless overridden."""
+        """The number of samples in a batch; :func:`samples_in`, unless overridden.
+
+        Return an ``int``. A tensor of one whole number is read, which waits for its device.
+        """
         return samples_in(batch)
 
     @override
@@ -144,11 +157,8 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if max(self.schedule.values()) > 1 and any(isinstance(o, torch.optim.LBFGS) for o in trainer.optimizers):
-            raise MisconfigurationException(
-                "AccumulationScheduler does not work with LBFGS, which evaluates the last micro-batch of a window "
-                "several times. Use another optimizer, or a schedule of 1."
-            )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            self._refuse_repeats(trainer)
         self._window, self._is_first_window, self._warned = None, True, False
         self._set_factor(trainer)  # a run resumed inside an epoch has no on_train_epoch_start
 
@@ -162,6 +172,7 @@ class AccumulationScheduler(Callback):
     ) -> None:
         alone = trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
         self._samples = 1 if alone or self.count == "batches" else self._counted(batch)
+        self._had_backward = False
 
     @override
     def on_before_zero_grad(
@@ -172,9 +183,14 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self._had_backward:
+            self._refuse_repeats(trainer)
+        self._had_backward = True
         window = self._window or self._late_window(trainer)
         if self._is_first_window and not window.batches:
             window.reference = self._mean_over_ranks(trainer, self._samples)
+        elif trainer.precision in _FLOAT16:
+            scale_gradients(_parameters(trainer), window.raise_reference(self._samples))
         weight: float | Tensor = window.add(self._samples)
         if not is_accumulating(trainer):
             weight = weight * self._close(trainer, window)
@@ -185,6 +201,8 @@ class AccumulationScheduler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if self._window is not None:  # the last micro-batch had no loss: training_step returned None
+            if getattr(trainer.precision_plugin, "scaler", None) is not None:
+                self._warn_if_dropped()
             self._close(trainer, self._window)
 
     @override
@@ -209,12 +227,23 @@ class AccumulationScheduler(Callback):
 
     def _counted(self, batch: Any) -> int:
         try:
-            return self.count_samples(batch)
+            samples = self.count_samples(batch)
         except ValueError as error:
             raise ValueError(
                 f"{error} AccumulationScheduler weighs a batch by it. Override count_samples(batch) in a subclass, or "
                 "pass count='batches' to weigh all batches alike."
             ) from error
+        try:
+            return operator.index(samples)
+        except TypeError:
+            raise TypeError(f"count_samples() has to return a whole number, and returned {samples!r}.") from None
+
+    def _refuse_repeats(self, trainer: pl.Trainer) -> None:
+        if max(self.schedule.values()) > 1:
+            raise MisconfigurationException(
+                f"AccumulationScheduler does not work with {type(trainer.optimizers[0]).__name__}, which evaluates the "
+                "last micro-batch of a window several times. Use another optimizer, or a schedule of 1."
+            )
 
     def _mean_over_ranks(self, trainer: pl.Trainer, samples: int) -> float:
         """Once per fit: a static graph averages the first backward at once, so its weights need one reference."""
@@ -228,8 +257,7 @@ class AccumulationScheduler(Callback):
             scale = window.scale(_sum_over_ranks(window.samples, trainer.strategy.root_device), trainer.world_size)
         else:
             scale = window.scale()
-        groups = trainer.optimizers[0].param_groups
-        scale_gradients((parameter for group in groups for parameter in group["params"]), scale)
+        scale_gradients(_parameters(trainer), scale)
         self._window, self._is_first_window = None, False
         return scale
 
@@ -252,6 +280,7 @@ class AccumulationScheduler(Callback):
         if self._window is not None and self._window.batches and not self._warned:
             self._warned = True
             rank_zero_warn(
-                "An epoch ended early, or a batch was None, inside an accumulation window: Lightning takes no step "
-                "there, and the gradient of the micro-batches since the last step is lost."
+                "An epoch ended early, a batch was None, or under float16 the last micro-batch had no loss, inside an "
+                "accumulation window: Lightning takes no step there, and the gradient of the micro-batches since the "
+                "last step is lost."
             )

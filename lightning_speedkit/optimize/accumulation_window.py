@@ -7,14 +7,16 @@ samples. What it costs: nothing while all micro-batches are equal. Source: Light
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_speedkit.measure.samples import tensors_in
 
 __all__ = ["AccumulationWindow", "samples_in", "scale_gradients", "weigh_backward"]
 
@@ -29,6 +31,9 @@ class AccumulationWindow:
     With ranks that average their gradients (DDP), scale the gradients *before* the last backward of the window, the
     one that synchronises, and multiply the weight of the last loss by the same number. ``samples`` and ``batches``
     say what was added so far, on this rank.
+
+    Under float16, where a weight of 400 makes gradients infinite, first scale the gradients so far by
+    :meth:`raise_reference`.
 
     Args:
         divided_by: What each loss is divided by already; Lightning divides by its accumulation factor.
@@ -54,12 +59,23 @@ class AccumulationWindow:
 
     def add(self, samples: int) -> float:
         """Count a micro-batch of so many samples, and return the weight of its mean loss."""
-        if samples < 0:
-            raise ValueError(f"A micro-batch cannot have {samples} samples; the number is 0 or more.")
+        samples = _whole(samples)
         self.batches += 1
         self.samples += samples
         self.reference = self.reference or samples
         return samples / self.reference if samples else 0.0
+
+    def raise_reference(self, samples: int) -> float:
+        """Make so many samples the reference if they are more, so that the next weight is not above 1.
+
+        Returns:
+            What the gradients so far are to be multiplied by before the micro-batch is added; 1.0 leaves them alone.
+        """
+        samples = _whole(samples)
+        if not 0 < self.reference < samples:
+            return 1.0
+        shrink, self.reference = self.reference / samples, samples
+        return shrink
 
     def scale(self, all_samples: Tensor | None = None, ranks: int = 1) -> float | Tensor:
         """What the summed gradients are to be multiplied by.
@@ -73,6 +89,17 @@ class AccumulationWindow:
         """
         total = max(self.samples, 1) if all_samples is None else all_samples.clamp(min=1)
         return self.divided_by * ranks * self.reference / total
+
+
+def _whole(samples: int) -> int:
+    """As a plain ``int``: the weight from a tensor would be a float32."""
+    try:
+        number = operator.index(samples)
+    except TypeError:
+        raise TypeError(f"A micro-batch cannot have {samples!r} samples; the number is a whole one.") from None
+    if number < 0:
+        raise ValueError(f"A micro-batch cannot have {number} samples; the number is 0 or more.")
+    return number
 
 
 def scale_gradients(parameters: Iterable[Tensor], scale: float | Tensor) -> int:
@@ -136,7 +163,7 @@ def samples_in(batch: Any) -> int:
         ...
     ValueError: Cannot tell the number of samples of a tuple: its tensors have first dimensions of 5 and 8.
     """
-    tensors = list(_tensors_in(batch))
+    tensors = list(tensors_in(batch))
     lengths = sorted({tensor.shape[0] for tensor in tensors if tensor.ndim})
     if len(lengths) == 1:
         return lengths[0]
@@ -144,17 +171,3 @@ def samples_in(batch: Any) -> int:
         return 1
     found = f"its tensors have first dimensions of {' and '.join(map(str, lengths))}" if lengths else "it has no tensor"
     raise ValueError(f"Cannot tell the number of samples of a {type(batch).__name__}: {found}.")
-
-
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _tensors_in(getattr(batch, field.name))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -67,6 +68,11 @@ def _checked_hook(name: str) -> None:
         raise ValueError(f"comm_hook={name!r} is unknown; use {', '.join(map(repr, get_args(CommHook)))} or None.")
 
 
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} must be a number.")
+
+
 class SpeedkitDDPStrategy(DDPStrategy):
     """Distributed data parallel: one process per device, gradients averaged while the backward runs.
 
@@ -78,14 +84,15 @@ class SpeedkitDDPStrategy(DDPStrategy):
         find_unused_parameters: Look in every step for parameters that the loss does not depend on.
         gradient_as_bucket_view: Let ``.grad`` be a view of what is sent, which saves one copy of all gradients. Turn
             it off for code that replaces a gradient or calls ``detach_()`` on one.
-        bucket_cap_mb: MiB of gradients that are sent together; ``None`` is torch's default.
+        bucket_cap_mb: MiB of gradients that are sent together, up to 1e9; ``None`` is torch's default.
         comm_hook: ``"fp16"`` or ``"bf16"`` sends the gradients in that precision; see :func:`register_comm_hook`.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; ``None`` takes the one for the device.
-        timeout_seconds: How long a collective may take before the run fails.
+        timeout_seconds: How long a collective may take before the run fails: from 0.001 to 1e9 (31 years).
         start_method: How processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
     Raises:
         ValueError: An argument is not allowed, or ``static_graph`` and ``find_unused_parameters`` are both set.
+        TypeError: A switch is no bool, or a number no number.
         MisconfigurationException: At ``fit``: the backend cannot do what ``comm_hook`` asks for.
 
     Example:
@@ -106,6 +113,13 @@ class SpeedkitDDPStrategy(DDPStrategy):
         timeout_seconds: float = 1800.0,
         start_method: StartMethod = "popen",
     ) -> None:
+        for name, switch in (
+            ("static_graph", static_graph),
+            ("find_unused_parameters", find_unused_parameters),
+            ("gradient_as_bucket_view", gradient_as_bucket_view),
+        ):
+            if not isinstance(switch, bool):
+                raise TypeError(f"{name}={switch!r} must be True or False.")
         if static_graph and find_unused_parameters:
             raise ValueError(
                 "static_graph=True finds unused parameters once and for all, so find_unused_parameters=True would have "
@@ -113,15 +127,19 @@ class SpeedkitDDPStrategy(DDPStrategy):
             )
         if comm_hook is not None:
             _checked_hook(comm_hook)
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds={timeout_seconds!r} must be more than 0.")
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be more than 0, or None.")
+        _check_number("timeout_seconds", timeout_seconds)
+        # torch keeps milliseconds, and adds them to a clock of nanoseconds in 64 bits
+        if not 0.001 <= timeout_seconds <= 1e9:
+            raise ValueError(f"timeout_seconds={timeout_seconds!r} must be from 0.001 to 1e9.")
+        if bucket_cap_mb is not None:
+            _check_number("bucket_cap_mb", bucket_cap_mb)
+            if not 0 < bucket_cap_mb <= 1e9:
+                raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be more than 0 and at most 1e9, or None.")
         if start_method not in get_args(StartMethod):
             raise ValueError(f"start_method={start_method!r} is unknown; use one of {get_args(StartMethod)}.")
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=float(timeout_seconds)),
             start_method=start_method,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
@@ -88,6 +89,40 @@ def test_float16_with_a_scaler() -> None:
     data = batches_of(1, 3, 2, 4, 1, 2, dtype=torch.float32)
     found = steps(data, AccumulationScheduler(4), model=model, plugins=[plugin], gradient_clip_val=6.0)
     assert found == pytest.approx([5.5, 6.0], rel=1e-3)
+
+
+class _Half(Line):
+    """The same gradient by a product that runs in float16."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (batch[:, None] @ self.w.reshape(1, 1)).mean()
+
+
+def _half(precision: str) -> dict[str, Any]:
+    if precision == "16-true":
+        return {"precision": precision}
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]}
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("sizes", [[1, 400, 400, 400], [1, 2, 30, 800], [3, 1, 900, 7], [0, 1, 700, 2], [800, 1, 1, 1]])
+def test_float16_survives_micro_batches_that_grow(sizes: list[int], precision: str) -> None:
+    # A weight of 400 times the gradient of the scaled loss is above 65504, and infinite in float16.
+    worth = 300.0 if precision == "16-true" else 1.0
+    window = [torch.full((size,), worth * place) for place, size in enumerate(sizes, 1) if size]
+    model = _Half(lr=0.0, dtype=torch.float32)
+    data = window * 3
+    found = steps(data, AccumulationScheduler(len(window)), model=model, **_half(precision))
+    mean = worth * sum(size * place for place, size in enumerate(sizes, 1)) / sum(sizes)
+    assert found == pytest.approx([mean] * 3, rel=5e-3)
+
+
+@pytest.mark.parametrize(("factor", "sizes"), [(1, [2, 3, 1]), (3, [5] * 6), (3, [2, 2, 2, 7, 7, 7])])
+def test_float16_is_lightnings_to_the_bit_where_that_is_right(factor: int, sizes: list[int]) -> None:
+    losses, weights = _mlp_run([AccumulationScheduler(factor)], sizes, **_half("16-mixed"))
+    expected_losses, expected = _mlp_run([], sizes, accumulate_grad_batches=factor, **_half("16-mixed"))
+    assert torch.equal(losses, expected_losses)
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 def test_a_window_with_an_infinite_gradient_is_skipped_and_the_next_one_is_right() -> None:
@@ -206,6 +241,27 @@ class _Quitting(Line):
 )
 def test_a_batch_without_a_loss_does_not_count(without: set[int], expected: list[float]) -> None:
     assert steps(ONE_TO_SIX, AccumulationScheduler(4), model=_Quitting(without)) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("precision", "without", "expected", "told"),
+    [
+        ("16-mixed", {3}, [6.5], 1),
+        ("16-mixed", {3, 7}, [], 1),
+        ("16-mixed", {0, 1, 2, 3}, [6.5], 0),  # nothing was collected
+        ("16-mixed", {2}, [7 / 3, 6.5], 0),
+        ("16-true", {3}, [2.0, 6.5], 0),  # no scaler: the step is taken
+        ("bf16-mixed", {3}, [2.0, 6.5], 0),
+    ],
+)
+def test_a_gradient_that_the_scaler_does_not_step_with_is_told_once(
+    recwarn: pytest.WarningsRecorder, precision: str, without: set[int], expected: list[float], told: int
+) -> None:
+    # With a scaler, Lightning takes no step if the last micro-batch of a window has no loss.
+    model, data = _Quitting(without).float(), batches_of(*[1] * 8, dtype=torch.float32)
+    options = {"precision": precision} if precision == "bf16-mixed" else _half(precision)
+    assert steps(data, AccumulationScheduler(4), model=model, **options) == pytest.approx(expected, rel=1e-2)
+    assert sum("inside an accumulation window" in str(w.message) for w in recwarn) == told
 
 
 def test_no_gradient_is_received_twice_if_the_loader_gives_none() -> None:
@@ -347,17 +403,46 @@ def test_lbfgs_without_accumulation_is_left_alone() -> None:
     assert ours.w.item() != 1.0
 
 
-def test_count_samples_can_be_overridden() -> None:
-    class Weighted(AccumulationScheduler):
-        def count_samples(self, batch: Any) -> int:
-            return int(batch["n"])
+class _Weighted(AccumulationScheduler):
+    """Takes the number of samples from the batch."""
 
-    class Dicts(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch["x"], batch_idx)
+    def __init__(self, schedule: int, kind: Any) -> None:
+        super().__init__(schedule)
+        self.kind = kind
 
-    data: list[Any] = [{"x": torch.tensor([4.0]), "n": 3}, {"x": torch.tensor([8.0, 8.0]), "n": 1}]
-    assert steps(data, Weighted(2), model=Dicts()) == pytest.approx([5.0], rel=1e-14)
+    def count_samples(self, batch: Any) -> int:
+        return self.kind(batch["n"])  # type: ignore[no-any-return]
+
+
+class _Dicts(Line):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["x"], batch_idx)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [int, np.int64, torch.tensor, lambda n: torch.ones(n, dtype=torch.bool).sum()],
+    ids=["int", "numpy", "tensor", "sum of a mask"],
+)
+def test_count_samples_can_be_overridden(kind: Any) -> None:
+    data: list[Any] = [{"x": torch.full((size,), x).double(), "n": n} for size, x, n in ((1, 4.0, 3), (2, 8.0, 11))]
+    # A double: a weight of 11 / 3 in the float32 of a tensor would be wrong from the eighth digit on.
+    assert steps(data, _Weighted(2, kind), model=_Dicts()) == pytest.approx([100 / 14], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [float, str, lambda n: None, lambda n: torch.tensor(float(n)), lambda n: torch.ones(2).long(), lambda n: []],
+    ids=["float", "str", "None", "tensor of a float", "tensor of two", "list"],
+)
+def test_a_count_that_is_no_whole_number_is_told(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"count_samples\(\) has to return a whole number, and returned"):
+        steps([{"x": torch.tensor([4.0]), "n": 3}], _Weighted(2, kind), model=_Dicts())
+
+
+def test_an_error_inside_count_samples_is_left_alone() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        steps([{"x": torch.tensor([4.0]), "n": 3}], _Weighted(2, lambda n: n + "1"), model=_Dicts())
 
 
 def test_the_callers_schedule_is_not_changed() -> None:

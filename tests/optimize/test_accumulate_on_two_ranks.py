@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from tests.two_ranks import on_two_ranks
 STRATEGIES = ("ddp", "speedkit_ddp", "speedkit_ddp_static")
 UNEQUAL = ([1, 3, 2, 4, 1, 2], [2, 2, 5, 1, 3, 1])
 EMPTY = ([0, 3, 0, 0, 1, 2], [2, 0, 0, 0, 3, 1])
+GROWING = ([1, 3, 40, 2, 1, 50], [2, 50, 1, 60, 3, 1])
 EPOCHS = 2
 
 
@@ -90,6 +92,14 @@ def _runs() -> dict[str, Any]:
                 Net(), UNEQUAL, AccumulationScheduler(factor), strategy=strategy
             )
         found[f"empty {strategy}"] = _fit(Net(), EMPTY, AccumulationScheduler(3), strategy=strategy)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        found[f"float16 {strategy}"] = _fit(
+            Net(),  # in double precision, which autocast leaves alone: the numbers can be compared to many digits
+            GROWING,
+            AccumulationScheduler(3),
+            strategy=strategy,
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        )
         found[f"batches {strategy}"] = _fit(
             Net(), UNEQUAL, AccumulationScheduler(4, count="batches"), strategy=strategy
         )
@@ -146,6 +156,12 @@ def test_unequal_ranks_equal_one_process_on_the_union(runs: Any, strategy: str, 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_may_have_micro_batches_without_samples(runs: Any, strategy: str) -> None:
     _assert_equal_on_both(runs, f"empty {strategy}", _plain(EMPTY, 3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_that_grow_under_float16(runs: Any, strategy: str) -> None:
+    # Each rank scales its gradients down by itself, also those that a static graph averaged in the first backward.
+    _assert_equal_on_both(runs, f"float16 {strategy}", _plain(GROWING, 3))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

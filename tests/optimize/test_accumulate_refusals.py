@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,6 +82,68 @@ def test_combinations_that_cannot_work(
     with pytest.raises(MisconfigurationException, match=message):
         run.fit(model, loader([torch.ones(1)]))
     assert run.accumulate_grad_batches == options.get("accumulate_grad_batches", 1)
+
+
+class _Ascent(torch.optim.SGD):
+    """Evaluates its closure twice: there, and where the first gradient leads (SAM)."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        weight = self.param_groups[0]["params"][0]
+        with torch.enable_grad():
+            closure()
+        there = weight.grad.clone()
+        with torch.no_grad():
+            weight += there
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            weight -= there
+        super().step()
+        return loss
+
+
+class _Doubtful(torch.optim.SGD):
+    """Evaluates once more only if the loss is above 1, as a line search does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            if closure() > 1:
+                closure()
+        return super().step()
+
+
+class _Square(Line):
+    """The gradient is ``2 * w * mean(x)``: it depends on where it is taken."""
+
+    def __init__(self, kind: type[torch.optim.SGD]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.w.square() * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("schedule", [2, 4, {0: 1, 9: 2}], ids=str)
+@pytest.mark.parametrize("kind", [_Ascent, _Doubtful])
+def test_an_optimizer_that_evaluates_a_micro_batch_again(kind: type[torch.optim.SGD], schedule: Any) -> None:
+    run = trainer(AccumulationScheduler(schedule))
+    with pytest.raises(MisconfigurationException, match=f"{kind.__name__}, which evaluates .* or a schedule of 1"):
+        run.fit(_Square(kind), loader([torch.full((1,), float(x)) for x in (1, 2, 3, 8, 9)]))
+    assert run.accumulate_grad_batches == 1
+
+
+def test_it_is_left_alone_without_accumulation() -> None:
+    model, weight = _Square(_Ascent), 1.0
+    trainer(AccumulationScheduler(1)).fit(model, loader([torch.full((1,), float(x)) for x in (1, 2, 3)]))
+    for x in (1, 2, 3):
+        there = weight + 2 * weight * x
+        weight -= 0.01 * 2 * there * x
+    assert model.w.item() == pytest.approx(weight, rel=1e-14)
 
 
 class _Foreign(Strategy):

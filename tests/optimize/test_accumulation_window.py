@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,13 +25,17 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
-def test_micro_batches_of_any_sizes_equal_one_big_batch(sizes: list[int]) -> None:
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any), st.booleans())
+def test_micro_batches_of_any_sizes_equal_one_big_batch(sizes: list[int], raised: bool) -> None:
     x = torch.randn(sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model, window = _net(), AccumulationWindow()
     for part in x.split(sizes):
         loss = model(part).square().sum() / max(len(part), 1)
-        (loss * window.add(len(part))).backward()
+        if raised:
+            scale_gradients(model.parameters(), window.raise_reference(len(part)))
+        weight = window.add(len(part))
+        assert not raised or weight <= 1.0
+        (loss * weight).backward()
     scale_gradients(model.parameters(), window.scale())
     whole = _net()
     whole(x).square().mean().backward()
@@ -76,9 +81,37 @@ def test_a_window_without_samples_gives_no_gradient_and_no_nan() -> None:
     assert float(window.scale(torch.tensor(0.0), ranks=2)) == 0.0
 
 
-def test_a_negative_number_of_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1 samples"):
-        AccumulationWindow().add(-1)
+@pytest.mark.parametrize("samples", [3, 2, 1, 0])
+def test_the_reference_is_raised_by_more_samples_only(samples: int) -> None:
+    window = AccumulationWindow()
+    assert window.raise_reference(samples) == 1.0  # the first micro-batch sets it
+    window.add(3)
+    assert window.raise_reference(samples) == 1.0
+    assert window.raise_reference(12) == 0.25
+    assert window.add(12) == 1.0
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor])
+def test_any_whole_number_of_samples_gives_a_weight_in_double_precision(kind: Any) -> None:
+    window = AccumulationWindow()
+    assert window.add(kind(3)) == 1.0
+    weight = window.add(kind(11))
+    shrink = window.raise_reference(kind(7))
+    raised = window.add(kind(5))
+    assert [type(number) for number in (weight, shrink, raised)] == [float] * 3
+    assert (weight, shrink, raised, window.samples) == (11 / 3, 3 / 7, 5 / 7, 19)
+
+
+@pytest.mark.parametrize(
+    ("samples", "error"),
+    [(-1, ValueError), (torch.tensor(-1), ValueError), (2.0, TypeError), ("2", TypeError), (torch.ones(2), TypeError)],
+)
+def test_a_number_of_samples_that_makes_no_sense(samples: Any, error: type[Exception]) -> None:
+    window = AccumulationWindow()
+    for take in (window.add, window.raise_reference):
+        with pytest.raises(error, match=r"A micro-batch cannot have .* samples"):
+            take(samples)
+    assert (window.samples, window.batches) == (0, 0)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

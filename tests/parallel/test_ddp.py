@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -265,15 +267,40 @@ def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
     [
         ({"static_graph": True, "find_unused_parameters": True}, "Set one of them"),
         ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown; use 'fp16', 'bf16' or None"),
-        ({"timeout_seconds": 0}, "timeout_seconds=0 must be more than 0"),
-        ({"timeout_seconds": float("nan")}, "timeout_seconds=nan must be more than 0"),
-        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1 must be more than 0, or None"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0 must be from 0.001 to 1e9"),
+        ({"timeout_seconds": 1e-9}, "timeout_seconds=1e-09 must be from"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds=nan must be from"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds=inf must be from"),
+        ({"timeout_seconds": 10**400}, "timeout_seconds=10+ must be from"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1 must be more than 0 and at most 1e9, or None"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be more than 0"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan must be more than 0"),
+        ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be more than 0"),
         ({"start_method": "thread"}, "start_method='thread' is unknown"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeedkitDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("value", ["60", "yes", None, 1, [25], torch.tensor(1.0)], ids=str)
+@pytest.mark.parametrize("name", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_a_switch_that_is_no_switch(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.* must be True or False"):
+        SpeedkitDDPStrategy(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["60", True, [25], {}], ids=str)
+@pytest.mark.parametrize("name", ["timeout_seconds", "bucket_cap_mb"])
+def test_a_number_that_is_no_number(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.* must be a number"):
+        SpeedkitDDPStrategy(**{name: value})
+
+
+@pytest.mark.parametrize("seconds", [0.001, 60, np.int64(60), np.float32(60), 1e9], ids=str)
+def test_any_number_of_seconds_reaches_torch(seconds: Any) -> None:
+    assert SpeedkitDDPStrategy(timeout_seconds=seconds)._timeout == timedelta(seconds=float(seconds))
 
 
 class _Wrapped:
