@@ -6,10 +6,13 @@ Exit codes: 0 done, 1 a fault that the message names, 2 a wrong command line, 13
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_speedkit.cli import demo, presets, verify
 from lightning_speedkit.errors import SpeedkitError
@@ -31,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser, commands = _parser()
     _suggest(parser, commands, words)
-    args = parser.parse_args(words)
+    with _any_character():
+        return _run(parser.parse_args(words))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code = args.run(args)
         sys.stdout.flush()
@@ -41,14 +48,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"speedkit {args.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # as in `speedkit presets | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if args.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        print(f"speedkit {args.command}: {error.strerror}: not all of it was written.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if args.debug:
             raise
         print("Stopped.", file=sys.stderr)
         return 130
     return int(code or 0)
+
+
+@contextlib.contextmanager
+def _any_character() -> Iterator[None]:
+    """A stream that cannot encode a character, such as one in ASCII, shows its escape as the error stream does."""
+    stream = sys.stdout
+    errors = getattr(stream, "errors", None)
+    if not isinstance(stream, io.TextIOWrapper) or errors is None:
+        yield
+        return
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it flushes, and that the disk is full was said
+            stream.reconfigure(errors=errors)
+
+
+def _drop_output() -> None:
+    """Let what was not written go to nowhere, so that the end of the process does not try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:

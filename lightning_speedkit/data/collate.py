@@ -1,4 +1,4 @@
-"""A list of samples as one batch, with the structure kept."""
+"""A list of samples as one batch, with the structure kept and no value changed to the type of another."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
     Tensors and arrays are stacked along a new first dimension; ``int`` becomes int64, ``float`` float32 and ``bool``
     a bool tensor; str, bytes and ``None`` become a list. Differs from torch's ``default_collate`` in that a tuple stays
-    a tuple and a Python float is float32, as a model's weights are.
+    a tuple and a Python float is float32, as a model's weights are. A float32 has 24 bits: store what needs more, such
+    as a time in seconds, as a float64 tensor or as an ``int``.
 
     Raises:
-        ValueError: the tensors of a field have different shapes; it names the field.
-        TypeError: a leaf of another type.
+        ValueError: a field has different shapes, lengths or keys in the samples, or an ``int`` that is no int64; it
+            names the field.
+        TypeError: a field has different types or dtypes in the samples (also ``int`` and ``float``, ``bool`` and
+            ``int``), or a type that has no batch form.
 
     >>> collate_samples([(torch.zeros(2), 1, {"weight": 0.5}), (torch.ones(2), 2, {"weight": 1.5})])
     (tensor([[0., 0.],
@@ -34,7 +37,12 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
 def _collate(values: Sequence[Any], place: str) -> Any:
     first = values[0]
+    kinds = {_kind(value) for value in values}
+    if len(kinds) > 1:
+        names = sorted({type(value).__name__ for value in values})
+        raise TypeError(f"Field {place or 'sample'} holds {' and '.join(names)} in one batch: {_ONE_TYPE}")
     if isinstance(first, Mapping):
+        _check_keys(values, place)
         return {key: _collate([value[key] for value in values], f"{place}[{key!r}]") for key in first}
     if isinstance(first, tuple | list):
         if any(len(value) != len(first) for value in values):
@@ -45,26 +53,70 @@ def _collate(values: Sequence[Any], place: str) -> Any:
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, torch.Tensor):
         return _stack(list(values), place)
-    if isinstance(first, np.ndarray | np.generic):
-        if first.dtype.kind in "biufc":
-            return _stack([torch.as_tensor(value) for value in values], place)
-        return list(values)
-    if type(first) in _NUMBERS:
-        return torch.tensor(values, dtype=_NUMBERS[type(first)])
     if first is None or isinstance(first, str | bytes):
         return list(values)
+    if isinstance(first, np.ndarray | np.generic):
+        return _stack_arrays(values, place)
+    if type(first) in _NUMBERS:
+        return _numbers(values, place)
     raise TypeError(
         f"Field {place or 'sample'} is a {type(first).__name__}, which has no batch form: convert it in the dataset's "
         f"transform, or override collate() of the DataModule."
     )
 
 
+_ONE_TYPE = "convert them to one type in the dataset's transform, or override collate() of the DataModule."
 _PAD = "pad them in the dataset's transform, or override collate() of the DataModule."
+
+
+def _kind(value: Any) -> type:
+    """What may stand together in one field: subclasses of these, and else only values of one type."""
+    if value is None or isinstance(value, str | bytes):
+        return str  # each is kept as it is in a list
+    for kind in (torch.Tensor, np.ndarray, Mapping):
+        if isinstance(value, kind):
+            return kind
+    return type(value)
+
+
+def _check_keys(values: Sequence[Mapping[Any, Any]], place: str) -> None:
+    odd = {repr(key): None for value in values for key in value.keys() ^ values[0].keys()}
+    if odd:
+        keys = ", ".join(sorted(odd))
+        raise ValueError(f"Field {place or 'sample'}: not every sample of the batch has the keys {keys}.")
+
+
+def _numbers(values: Sequence[Any], place: str) -> torch.Tensor:
+    if type(values[0]) is int:
+        for value in values:
+            if not -(1 << 63) <= value < 1 << 63:
+                raise ValueError(f"Field {place or 'sample'} is {value}, which does not fit into int64.")
+    return torch.tensor(values, dtype=_NUMBERS[type(values[0])])
+
+
+def _stack_arrays(values: Sequence[Any], place: str) -> Any:
+    dtypes = {value.dtype.newbyteorder("=") for value in values}
+    if all(dtype.kind not in "biufc" for dtype in dtypes):
+        return list(values)
+    _check_one_dtype(dtypes, place)
+    (dtype,) = dtypes
+    try:  # torch takes neither negative strides nor the other byte order, and warns of read-only memory
+        tensors = [torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value in values]
+    except TypeError as error:
+        raise TypeError(f"Field {place or 'sample'} has the NumPy dtype {dtype}, which torch has not.") from error
+    return _stack(tensors, place)
+
+
+def _check_one_dtype(dtypes: set[Any], place: str) -> None:
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise TypeError(f"Field {place or 'sample'} has the dtypes {names} in one batch: {_ONE_TYPE}")
 
 
 def _stack(tensors: list[torch.Tensor], place: str) -> torch.Tensor:
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise ValueError(f"Field {place or 'sample'} has the shapes {sorted(shapes)} in one batch: {_PAD}")
+    _check_one_dtype({tensor.dtype for tensor in tensors}, place)
     batch: torch.Tensor = default_collate(tensors)  # in a worker it stacks into shared memory at once
     return batch

@@ -15,13 +15,15 @@ pytorch/pytorch#62066 (persistent workers).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from lightning_speedkit.data.collate import collate_samples
@@ -34,6 +36,21 @@ SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": 
 
 class NoSuchSplit(list[Any]):
     """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
+
+
+class _Collate:
+    """A DataModule's ``collate``; spawned workers get it without the Trainer, which leads to the model and all else."""
+
+    def __init__(self, data: SpeedkitDataModule) -> None:
+        self._data = data
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return self._data.collate(samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        alone = copy.copy(self._data)
+        alone.trainer = None
+        return {"_data": alone}
 
 
 class SpeedkitDataModule(LightningDataModule):
@@ -82,6 +99,10 @@ class SpeedkitDataModule(LightningDataModule):
                 raise TypeError(f"{name} must be an int, got {value!r}.")
             if not least <= value < 2**32:
                 raise ValueError(f"{name} must be at least {least} and below 2**32, got {value}.")
+        for name, switch in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
+            if not isinstance(switch, bool) and (switch is not None or name != "pin_memory"):
+                allowed = "True, False or None" if name == "pin_memory" else "True or False"
+                raise TypeError(f"{name} must be {allowed}, got {switch!r}.")
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
@@ -100,18 +121,14 @@ class SpeedkitDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        dataset = self.dataset("train")
+        dataset = self._served("train")
         if dataset is None:
             raise MisconfigurationException(self._missing("train"))
-        shards = getattr(self.trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
         # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves in place.
         sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset,  # type: ignore[arg-type]  # only its length is used
-            shuffle=self.shuffle,
-            seed=self.seed,
-            **shards,
+            dataset, shuffle=self.shuffle, seed=self.seed, **self._shards()
         )
-        return self._loader(dataset, sampler=sampler, drop_last=self.drop_last, rank=shards["rank"])
+        return self._loader(dataset, sampler=sampler, drop_last=self.drop_last)
 
     @override
     def val_dataloader(self) -> Any:
@@ -126,7 +143,7 @@ class SpeedkitDataModule(LightningDataModule):
         return self._evaluation_loader("predict")
 
     def _evaluation_loader(self, split: str) -> Any:
-        dataset = self.dataset(split)
+        dataset = self._served(split)
         if dataset is not None:
             return self._loader(dataset)
         stage = None if self.trainer is None else self.trainer.state.fn
@@ -135,7 +152,7 @@ class SpeedkitDataModule(LightningDataModule):
         return NoSuchSplit()
 
     def _loader(
-        self, dataset: Any, *, sampler: DistributedSampler[Any] | None = None, drop_last: bool = False, rank: int = 0
+        self, dataset: Any, *, sampler: DistributedSampler[Any] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
         pin_memory = self.pin_memory
         if pin_memory is None:
@@ -145,14 +162,40 @@ class SpeedkitDataModule(LightningDataModule):
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=self.collate,
+            collate_fn=self._collate_fn(),
             pin_memory=pin_memory,
             drop_last=drop_last,
-            # The loader draws the workers' seeds from here, and not from the global random state.
-            generator=torch.Generator().manual_seed((self.seed << 20) + rank),
+            generator=self._random_numbers(),
             persistent_workers=self.num_workers > 0,
             prefetch_factor=self.prefetch_factor if self.num_workers > 0 else None,
         )
+
+    def _collate_fn(self) -> Callable[[Sequence[Any]], Any]:
+        plain = getattr(self.collate, "__func__", None) is SpeedkitDataModule.collate
+        return collate_samples if plain else _Collate(self)
+
+    def _served(self, split: str) -> Any:
+        """The dataset of a split, or ``None``; a ``TypeError`` for what a sampler cannot index."""
+        dataset = self.dataset(split)
+        indexed = all(hasattr(type(dataset), name) for name in ("__len__", "__getitem__"))
+        if dataset is None or (indexed and not isinstance(dataset, IterableDataset)):
+            return dataset
+        raise TypeError(
+            f"dataset({split!r}) of {type(self).__name__} returned a {type(dataset).__name__}: it must be a map-style "
+            f"dataset, with __len__ and __getitem__. Give a loader or an IterableDataset to the Trainer itself."
+        )
+
+    def _shards(self) -> dict[str, Any]:
+        return getattr(self.trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+
+    def _random_numbers(self) -> torch.Generator:
+        """Where a loader draws its workers' seeds from, and not from the global random state.
+
+        With the epoch in it, a resumed run and a loader made anew do not begin with the numbers of the first epoch.
+        """
+        epoch = 0 if self.trainer is None else self.trainer.current_epoch
+        words = np.random.SeedSequence([self.seed, self._shards()["rank"], epoch]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
 
     def _missing(self, split: str) -> str:
         return f"{type(self).__name__} has no dataset for the split {split!r}: dataset({split!r}) returned None."

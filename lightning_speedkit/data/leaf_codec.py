@@ -33,7 +33,8 @@ _TENSOR_TYPES: dict[str, torch.dtype] = {
 }
 _TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_TYPES.items()}
 _FIXED_BYTES = {"int": 8, "float": 8, "bool": 1, "none": 0}
-_ARRAY_KINDS = "biufcMmSU"
+_SCALAR_KINDS = "biufcMm"
+_ARRAY_KINDS = _SCALAR_KINDS + "SU"
 
 
 class LeafMismatch(Exception):
@@ -116,7 +117,7 @@ def _kind_and_dtype(value: Any) -> tuple[str, str] | tuple[()]:
     if type(value) is torch.Tensor:
         dense = value.layout is torch.strided and value.dtype in _TENSOR_NAMES and not value.is_meta
         return ("tensor", _TENSOR_NAMES[value.dtype]) if dense else ()
-    if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
+    if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
         return "scalar", value.dtype.str
     if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in _ARRAY_KINDS:
         return "ndarray", value.dtype.str
@@ -134,6 +135,8 @@ def _why_not(value: Any, where: str) -> str:
             f"{where} is a {name} with dtype {value.dtype} and layout {value.layout}: only plain dense tensors of "
             f"{', '.join(_TENSOR_TYPES)} are stored; x.as_subclass(torch.Tensor) or x.to_dense() may help."
         )
+    if isinstance(value, np.str_ | np.bytes_):
+        return f"{where} is a NumPy scalar {name}, whose size varies with its text: give str(x) or bytes(x)."
     if isinstance(value, np.ndarray | np.generic):
         return f"{where} is a {name} of dtype {value.dtype}: objects, records and masked arrays are not stored."
     return (

@@ -12,7 +12,9 @@ Source: Lightning's ``prepare_data`` protocol; litData#562 (only one rank indexe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning_speedkit.data.datamodule import SPLIT_OF_STAGE, SPLITS, SpeedkitD
 from lightning_speedkit.data.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.lmdb_pack import write_lmdb
 from lightning_speedkit.data.write_lock import exclusive_lock
-from lightning_speedkit.errors import EmptyStoreError
+from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
 
 __all__ = ["LMDBDataModule"]
 
@@ -33,7 +35,8 @@ class LMDBDataModule(SpeedkitDataModule):
     """Serves ``train.lmdb``, ``val.lmdb``, ``test.lmdb`` and ``predict.lmdb`` of a folder.
 
     Args:
-        root: the folder with the stores; made by ``prepare_data`` if there are samples to pack.
+        root: the folder with the stores, ``~`` for the home folder; made by ``prepare_data`` if there are samples to
+            pack.
         batch_size: samples per batch and rank.
         num_workers: processes that load samples; 0 loads in the training process.
         pin_memory: page-locked batches, which copy faster to a GPU; by default on when the Trainer uses CUDA.
@@ -76,13 +79,14 @@ class LMDBDataModule(SpeedkitDataModule):
             drop_last=drop_last,
             seed=seed,
         )
-        self.root = Path(root).absolute()
+        self.root = Path(root).expanduser().absolute()
         self.prepare_data_per_node = True
 
     def samples(self, split: str) -> Any | None:
         """The samples to pack for a split that has no store yet: an iterable or map-style dataset, or ``None``.
 
-        Called in ``prepare_data``, on one process of each node; do not keep state here.
+        Called in ``prepare_data``, on one process of each node; do not keep state here. A store that is there is
+        served as it is, also after this method has changed: remove the file to have it packed again.
         """
         return None
 
@@ -111,24 +115,43 @@ class LMDBDataModule(SpeedkitDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        split = SPLIT_OF_STAGE[stage]
+        split = SPLIT_OF_STAGE.get(stage)
+        if split is None:
+            raise ValueError(f"stage must be one of {', '.join(map(repr, SPLIT_OF_STAGE))}, got {stage!r}.")
         if not self.path(split).exists():
             raise MisconfigurationException(self._missing(split))
 
     def _pack(self, samples: Any, split: str) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        path = self.path(split)
-        with exclusive_lock(self.root / f".{split}.prepare.lock", wait=True):
+        path, where = self.path(split), f"samples({split!r}) of {type(self).__name__}"
+        if isinstance(samples, Mapping | str | bytes):
+            raise TypeError(
+                f"{where} returned a {type(samples).__name__}: return an iterable of samples or a map-style dataset, "
+                f"for this split alone."
+            )
+        with ExitStack() as held:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                held.enter_context(exclusive_lock(self.root / f".{split}.prepare.lock", wait=True))
+            except OSError as error:
+                raise StoreWriteError(
+                    f"{path} is not there and cannot be packed ({error}): root must be a folder that can be written, "
+                    f"or hold all stores that samples() has samples for."
+                ) from error
             if path.exists():  # another process has packed it while this one waited
                 return
             rank_zero_info(f"Packing the split {split!r} into {path}.")
             try:
                 write_lmdb(samples, path, progress=self._shows_progress())
             except EmptyStoreError:
-                raise EmptyStoreError(
-                    f"samples({split!r}) of {type(self).__name__} yielded nothing to write to {path}; return None if "
-                    f"there is no such split."
-                ) from None
+                raise EmptyStoreError(f"{where} yielded nothing to write to {path}; {self._hint()}") from None
+
+    def _hint(self) -> str:
+        if inspect.isgeneratorfunction(self.samples):
+            return (
+                "samples is a generator function, which never returns None, as a split that is not there needs: move "
+                "its yield into another method, and return None or that generator."
+            )
+        return "return None if there is no such split."
 
     def _shows_progress(self) -> bool:
         return self.trainer is None or self.trainer.progress_bar_callback is not None

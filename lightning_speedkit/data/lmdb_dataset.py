@@ -40,7 +40,8 @@ class LMDBDataset(Dataset[Any]):
 
     Raises:
         StoreNotFoundError: there is no file at that path.
-        StoreCorruptError: empty, truncated, not a store, or damaged; for a damaged block, when it is read first.
+        StoreCorruptError: empty, truncated, not a store, or damaged; for a damaged block, when it is read first; when
+            it is read, also if the file was replaced or changed in place.
         StoreVersionError: written in a newer format.
 
     Example::
@@ -72,12 +73,17 @@ class LMDBDataset(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        sample = self._opened().read(self._position(index))
+        store = self._opened()
+        store.check_unchanged()
+        sample = store.read(self._position(index))
         return sample if self.transform is None else self.transform(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch; torch's DataLoader calls this."""
+        if type(self).__getitem__ is not LMDBDataset.__getitem__:
+            return [self[index] for index in indices]  # a subclass has its own, which must not be left out
         store = self._opened()
+        store.check_unchanged()
         samples = [store.read(self._position(index)) for index in indices]
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
@@ -119,7 +125,8 @@ class LMDBDataset(Dataset[Any]):
         if store.seal.fingerprint != self._fingerprint:
             store.close()
             raise StoreCorruptError(
-                f"{self.path} was written again after this dataset was made; make a new LMDBDataset to read it."
+                f"{self.path} is another store than this dataset was made for: the file was replaced since. Make a new "
+                f"LMDBDataset to read it."
             )
         self._release, self._store = weakref.finalize(self, store.close), store
         return store

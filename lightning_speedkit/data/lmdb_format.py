@@ -27,7 +27,13 @@ from lightning_speedkit.data.lmdb_pages import (
     read_lmdb_meta,
     walk_tree,
 )
-from lightning_speedkit.errors import StoreCorruptError, StoreNotFoundError, StoreVersionError
+from lightning_speedkit.errors import (
+    StoreCorruptError,
+    StoreError,
+    StoreNotFoundError,
+    StoreVersionError,
+    StoreWriteError,
+)
 
 __all__ = [
     "CRC",
@@ -36,6 +42,7 @@ __all__ = [
     "META",
     "Seal",
     "block_key",
+    "check_replaceable",
     "open_for_reading",
     "read_seal",
     "seal_for",
@@ -169,15 +176,48 @@ def read_seal(file: int, path: Path) -> Seal:
 
 
 def open_for_reading(path: Path) -> int:
-    """A file descriptor of the store; :class:`StoreNotFoundError` if there is no file."""
+    """A file descriptor of the store.
+
+    Raises:
+        StoreNotFoundError: there is no file.
+        StoreCorruptError: it is not a regular file.
+        StoreError: the system cannot open it.
+    """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     except (FileNotFoundError, NotADirectoryError):
         raise StoreNotFoundError(f"There is no store at {path}.") from None
-    if stat.S_ISDIR(os.fstat(file).st_mode):
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
         os.close(file)
-        raise StoreCorruptError(f"{path} is a folder; a store is one file, as write_lmdb or LMDBWriter writes it.")
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise StoreCorruptError(f"{path} is {what}; a store is one file, as write_lmdb or LMDBWriter writes it.")
     return file
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise :class:`StoreWriteError` if something is at the path that is neither a store nor an empty file.
+
+    The path is free of symbolic links, but for a link that leads to itself.
+    """
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISDIR(status.st_mode):
+        raise StoreWriteError(f"{path} is a folder; give the name of a file, such as train.lmdb.")
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreWriteError(f"{path} is not a regular file and is not replaced; give another path.")
+    if status.st_size:
+        with path.open("rb") as file:
+            magic = os.pread(file.fileno(), len(_MAGIC), max(status.st_size - _FOOTER.size, 0))
+        if magic != _MAGIC:
+            raise StoreWriteError(
+                f"{path} is not replaced: it has no seal of a store at its end, so it is a file of another kind or a "
+                f"store that was cut short. Remove it first, or give another path."
+            )
 
 
 def _why_no_seal(file: int, path: Path, size: int) -> str:

@@ -60,7 +60,10 @@ def write_lmdb(
 def _iterate(samples: Any) -> tuple[Iterator[Any], int | None]:
     if isinstance(samples, str | bytes | Mapping):
         raise TypeError(f"samples must be an iterable of samples or a dataset, got a {type(samples).__name__}.")
-    count = len(samples) if hasattr(type(samples), "__len__") else None
+    try:
+        count = len(samples)
+    except TypeError:  # no length, or a DataLoader over an IterableDataset, which has no more than the method
+        count = None
     if isinstance(samples, Iterable):
         return iter(samples), count
     if count is not None and hasattr(type(samples), "__getitem__"):

@@ -4,7 +4,8 @@ LMDB must not open one file twice in a process, and an environment that a forked
 (py-lmdb from 2.0 on refuses the second open even after a fork). So the process keeps a table of open stores by inode,
 counts who uses them, and forgets what it inherited right after a fork.
 
-Reading hands out copies only. The checksum of a block is compared when the process touches the block first.
+A published store never changes; if other code writes into the file nevertheless, reading raises. Reading hands out
+copies only. The checksum of a block is compared when the process touches the block first.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from lightning_speedkit.errors import StoreCorruptError, StoreError
 __all__ = ["OpenStore", "open_store", "table_lock"]
 
 _FileId = tuple[int, int]
+_FileState = tuple[int, int]
 
 
 class OpenStore:
     """An open store. Get one from :func:`open_store`; give it back with :meth:`close`."""
 
-    def __init__(self, path: Path, identity: _FileId, seal: Seal, engine: Any) -> None:
+    def __init__(self, path: Path, file: int, state: _FileState, seal: Seal, engine: Any) -> None:
         self.path = path
         self.process = os.getpid()
         self.users = 1
         self.closed = False
         self.seal = seal
-        self._identity = identity
+        self._identity = _file_id(os.fstat(file))
+        self._state = state
         self._engine = engine
         self._lock = threading.Lock()
         self._blocks: dict[int, NDArray[np.uint8]] = {}
@@ -47,6 +50,7 @@ class OpenStore:
         self._crcs = check_crc_record(crc, meta, index, path, seal)
         self.index = StoreIndex.of(bytes(meta), index)
         self.index.check()
+        self._file = os.dup(file)
 
     def read(self, sample: int) -> Any:
         """A sample by its number, from 0 to ``index.samples - 1``; it shares no memory with the store."""
@@ -57,6 +61,17 @@ class OpenStore:
         if start + size > len(block) and size:
             raise StoreCorruptError(f"{self.path}: sample {sample} ends outside of its block {number}.")
         return self.index.schema.decode(block[start : start + size].data, shapes)
+
+    def check_unchanged(self) -> None:
+        """Raise if other code wrote into the open file: the map would show new bytes, or end the process by SIGBUS.
+
+        A look at size and time of the file before each read: it finds what was done, not what is being done.
+        """
+        if _state_of(self._file) != self._state:
+            raise StoreCorruptError(
+                f"{self.path} was changed in place while it was open, so what it holds is not known. Close all "
+                f"datasets over it and make new ones. To replace a store, use write_lmdb, or copy beside it and rename."
+            )
 
     def block(self, number: int) -> NDArray[np.uint8]:
         """The bytes of a block, read-only and valid while the store is open; checked when touched first."""
@@ -87,6 +102,7 @@ class OpenStore:
         del self.index  # its arrays view the map
         self._transaction.abort()
         self._engine.close()
+        os.close(self._file)
 
     def _record(self, key: bytes) -> memoryview:
         try:
@@ -116,6 +132,7 @@ def open_store(path: Path) -> OpenStore:
                 identity = _file_id(os.fstat(file))
                 store = _table.get(identity)
                 if store is not None:
+                    store.check_unchanged()
                     store.users += 1
                     if not store.closed:
                         return store
@@ -135,6 +152,7 @@ def table_lock() -> threading.RLock:
 
 def _open(path: Path, file: int, identity: _FileId) -> OpenStore | None:
     """A new open store, or ``None`` if the file was replaced before LMDB, which wants a name, could open it."""
+    state = _state_of(file)
     seal = read_seal(file, path)
     try:
         engine = open_engine(path, readonly=True, map_bytes=seal.lmdb_bytes)
@@ -144,7 +162,7 @@ def _open(path: Path, file: int, identity: _FileId) -> OpenStore | None:
         raise StoreError(f"LMDB cannot open {path}: {error}") from error
     try:
         if _is_still_at(path, identity):
-            return OpenStore(path, identity, seal, engine)
+            return OpenStore(path, file, state, seal, engine)
     except BaseException:
         engine.close()
         raise
@@ -157,6 +175,11 @@ def _is_still_at(path: Path, identity: _FileId) -> bool:
         return _file_id(path.stat()) == identity
     except FileNotFoundError:
         return False
+
+
+def _state_of(file: int) -> _FileState:
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def _file_id(status: os.stat_result) -> _FileId:
@@ -172,4 +195,9 @@ def _forget_inherited() -> None:
     _table.clear()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+# No fork while a thread is between opening an environment and entering it in the table: the child could not close it.
+os.register_at_fork(
+    before=lambda: _table_lock.acquire(),
+    after_in_parent=lambda: _table_lock.release(),
+    after_in_child=_forget_inherited,
+)

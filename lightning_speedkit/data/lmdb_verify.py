@@ -1,4 +1,4 @@
-"""Checks every byte of a store, and says what it holds.
+"""Checks every byte of a store, that its samples can be read, and says what it holds.
 
 Each byte of the file is covered by one checksum: the pages of LMDB's tree, the records ``meta``, ``index`` and
 ``crc``, each block, and all that is left over. Nothing is mapped into memory, so a damaged file cannot end the process.
@@ -49,7 +49,7 @@ class StoreReport:
 
 
 def verify_lmdb(path: str | os.PathLike[str]) -> StoreReport:
-    """Read the whole store and compare all checksums.
+    """Read the whole store, compare all checksums, and decode the first sample of each block.
 
     Raises:
         StoreNotFoundError: there is no file at that path.
@@ -76,6 +76,7 @@ def verify_lmdb(path: str | os.PathLike[str]) -> StoreReport:
         for block in range(seal.blocks):
             if crc_of_spans(file, [records[block_key(block)].span]) != crcs[block]:
                 raise damaged_block(path, block, index)
+            _decode_first(file, path, records[block_key(block)], index, block)
         rest = uncovered_spans(seal.tree_spans(), list(records.values()), seal.lmdb_bytes)
         if crc_of_spans(file, rest) != seal.rest_crc:
             raise StoreCorruptError(f"{path}: bytes between the records have changed; the samples are intact.")
@@ -118,7 +119,27 @@ def _described(file: int, path: Path, seal: Seal, records: dict[bytes, Record]) 
         raise StoreCorruptError(f"{path} has other records than its seal names.")
     meta, index, crc = (read_exactly(file, records[key].start, records[key].size) for key in (META, INDEX, CRC))
     crcs = check_crc_record(crc, meta, index, path, seal)
-    return StoreIndex.of(meta, index), crcs
+    try:
+        described = StoreIndex.of(meta, index)
+        described.check()
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"{path}: its description of the samples cannot be read: {error}") from error
+    return described, crcs
+
+
+def _decode_first(file: int, path: Path, record: Record, index: StoreIndex, block: int) -> None:
+    """Checksums say that the bytes are those that were written; this says that they are a sample."""
+    first = index.samples_of(block).start
+    try:
+        shapes = index.shapes(first)
+        start, size = index.place(first)[1], index.size(shapes)
+        if start + size > record.size:
+            raise StoreCorruptError(f"it ends outside of its block {block}")
+        index.schema.decode(read_exactly(file, record.start + start, size), shapes)
+    except Exception as error:
+        raise StoreCorruptError(
+            f"{path}: every checksum matches, but sample {first} cannot be read: {error}"
+        ) from error
 
 
 def _report(path: Path, seal: Seal, index: StoreIndex) -> StoreReport:

@@ -11,9 +11,11 @@ Source: py-lmdb issues #85, #166 and #444 (map size), #344 (truncated files); LM
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import struct
+import threading
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +26,7 @@ from typing_extensions import Self
 
 from lightning_speedkit.data.index_builder import IndexBuilder
 from lightning_speedkit.data.lmdb_engine import LmdbError, MapFull, open_engine
-from lightning_speedkit.data.lmdb_format import CRC, INDEX, META, block_key, seal_for
-from lightning_speedkit.data.lmdb_pages import MAGIC
+from lightning_speedkit.data.lmdb_format import CRC, INDEX, META, block_key, check_replaceable, seal_for
 from lightning_speedkit.data.sample_codec import Schema
 from lightning_speedkit.data.write_lock import exclusive_lock
 from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, StoreWriteError
@@ -40,8 +41,12 @@ _LARGEST_SAMPLE = 1 << 30
 class LMDBWriter:
     """A store being written. Use it in a ``with`` block: it is published when the block ends without an error.
 
+    Several threads may write; the samples are in the order in which they came. A forked child may leave the block, but
+    only the process that entered it writes and publishes.
+
     Args:
-        path: the file to write. Missing folders are made; an older store at that path is replaced at the end.
+        path: the file to write. Missing folders are made; an older store at that path is replaced at the end, and any
+            other file is refused.
         block_bytes: how many bytes of samples are stored, checked and read together; a larger sample is a block of
             its own.
 
@@ -62,6 +67,10 @@ class LMDBWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
+        try:
+            block_bytes = operator.index(block_bytes)
+        except TypeError:
+            raise TypeError(f"block_bytes must be an int, got {block_bytes!r}.") from None
         if not 4096 <= block_bytes <= 1 << 28:
             raise ValueError(f"block_bytes must be from 4096 to {1 << 28} (256 MiB), got {block_bytes!r}.")
         self.path = Path(os.path.realpath(path))
@@ -74,6 +83,9 @@ class LMDBWriter:
         self._put = 0
         self._engine: Any = None
         self._entered = False
+        self._broken = False  # a write ended halfway: what is counted and what is written may differ
+        self._owner = 0
+        self._lock = threading.Lock()
         self._held = ExitStack()  # closed in reverse: the environment, the temporary file, the lock
         self._temporary = self.path.with_name(f".{self.path.name}.tmp")
 
@@ -87,9 +99,10 @@ class LMDBWriter:
             raise RuntimeError("This LMDBWriter was used already; make another one.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._refuse_what_is_no_store()
+            check_replaceable(self.path)
             lock = self.path.with_name(f".{self.path.name}.lock")
             self._held.enter_context(exclusive_lock(lock, wait=False))
+            self._owner = os.getpid()
             self._temporary.unlink(missing_ok=True)  # whoever left it is dead: the lock is ours
             self._held.callback(self._temporary.unlink, missing_ok=True)
             self._engine = open_engine(self._temporary, readonly=False, map_bytes=_FIRST_MAP_BYTES)
@@ -111,10 +124,18 @@ class LMDBWriter:
             TypeError: the first sample holds something that cannot be stored.
             SampleMismatchError: the structure or a type differs from the first sample. The sample is left out and the
                 writer can go on.
-            StoreWriteError: the disk is full, or cannot be written.
+            StoreWriteError: the disk is full, or cannot be written. Then nothing more can be written, and nothing is
+                published.
         """
-        if self._engine is None:
-            raise RuntimeError("Open the LMDBWriter first: with LMDBWriter(path) as writer: writer.write(sample).")
+        if self._engine is not None and os.getpid() != self._owner:
+            raise RuntimeError("This LMDBWriter belongs to the process that was forked; write there.")
+        with self._lock:
+            if self._engine is None:
+                raise RuntimeError("Open the LMDBWriter first: with LMDBWriter(path) as writer: writer.write(sample).")
+            self._check_whole()
+            self._write(sample)
+
+    def _write(self, sample: Any) -> None:
         try:
             schema = self._builder.schema if self._builder is not None else Schema.of(sample)
             data, shapes = schema.encode(sample)
@@ -124,23 +145,29 @@ class LMDBWriter:
             raise SampleMismatchError(f"Sample {self.samples}, {error}.") from None
         if len(data) > _LARGEST_SAMPLE:
             raise ValueError(f"Sample {self.samples} has {len(data)} bytes; the largest that is stored is 1 GiB.")
+        self._broken = True
         if self._builder is None:
             self._builder = IndexBuilder(schema, len(data), self._block_bytes)
         block, start = self._builder.place(len(data))
         if block == self._builder.blocks and block > 0:
             self._end_block()
-        self._block += bytes(start - len(self._block)) + data
+        self._block += bytes(start - len(self._block))
+        self._block += data
         self._builder.add(len(data), shapes)
+        self._broken = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                self._publish()
-        finally:
-            self._engine = None
-            self._held.close()
+        if os.getpid() != self._owner:  # a forked child: store, temporary file and lock are its parent's
+            self._held.pop_all()
+            return
+        with self._lock, self._held:
+            try:
+                if error is None:
+                    self._publish()
+            finally:
+                self._engine = None
 
     def _end_block(self) -> None:
         self._crcs.append(zlib.crc32(self._block))
@@ -168,6 +195,7 @@ class LMDBWriter:
         self._waiting_bytes = 0
 
     def _publish(self) -> None:
+        self._check_whole()
         if self._builder is None:
             raise EmptyStoreError(f"There were no samples to write to {self.path}.")
         self._end_block()
@@ -180,21 +208,20 @@ class LMDBWriter:
             self._engine.sync(True)
             self._engine.close()
             _seal(self._temporary)
+            check_replaceable(self.path)  # it may have come meanwhile
             self._temporary.replace(self.path)
             _sync_folder(self.path.parent)
+        except StoreWriteError:
+            raise
         except (OSError, LmdbError) as error:
             raise self._failed(error) from error
 
-    def _refuse_what_is_no_store(self) -> None:
-        if self.path.is_dir():
-            raise StoreWriteError(f"{self.path} is a folder; give the name of a file, such as train.lmdb.")
-        if self.path.exists() and self.path.stat().st_size:
-            with self.path.open("rb") as file:
-                if MAGIC.to_bytes(4, "little") not in file.read(64):
-                    raise StoreWriteError(f"{self.path} is not an LMDB file and is not replaced; remove it first.")
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise StoreWriteError(f"An earlier write to {self.path} failed, so it is not published; begin it anew.")
 
     def _failed(self, error: Exception) -> StoreWriteError:
-        before = "the store that was there is unchanged" if self.path.exists() else "nothing was left there"
+        before = "the store that was there is unchanged" if os.access(self.path, os.F_OK) else "nothing was left there"
         return StoreWriteError(f"{self.path} could not be written ({error}{_space_left(self.path.parent)}); {before}.")
 
 

@@ -1,10 +1,10 @@
 """Activation checkpointing: blocks keep their inputs only, and compute their insides again in the backward pass.
 
 What it does: each chosen block runs through ``torch.utils.checkpoint`` while it trains. The result is the same bit for
-bit: dropout draws the same numbers in the recomputation, autocast is the same, and buffers (the statistics of
-BatchNorm, the vectors of spectral norm, any counter in a buffer) advance once per batch. The names of parameters, the
-keys of the ``state_dict``, ``isinstance`` and the printed model do not change; a copy or a pickle of the model is the
-plain model.
+bit: the recomputation draws the same random numbers (of torch, ``random`` and ``numpy.random``), autocast is the same,
+and buffers (the statistics of BatchNorm, the vectors of spectral norm, any counter in a buffer) advance once per batch.
+The names of parameters, the keys of the ``state_dict``, ``isinstance`` and the printed model do not change; a copy or
+a pickle of the model is the plain model.
 
 When it helps: the activations, not the weights, fill the memory; deep models, long sequences, large images.
 What it costs: one more forward of those blocks, in theory a third of the step when everything is checkpointed.
@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -77,8 +78,10 @@ def checkpoint_modules(model: nn.Module, modules: str | Sequence[str] = "auto") 
 def uncheckpoint_modules(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[str, ...]:
     """Undoes :func:`checkpoint_modules`, for the given paths or for all, and returns the paths that it changed."""
     changed = []
+    at = dict(model.named_modules(remove_duplicate=False))  # a module may be at several paths
+    wanted = {at.get(path) for path in (at if paths is None else paths)}
     for path, module in model.named_modules():
-        if not isinstance(module, Recomputed) or (paths is not None and path not in paths):
+        if not isinstance(module, Recomputed) or module not in wanted:
             continue
         plain = plain_class(type(module))
         if plain is type(module):
@@ -106,6 +109,11 @@ def _set_classes(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
 def _refuse_what_cannot_be_recomputed(path: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"modules: {path!r} is a TorchScript module, which cannot be checkpointed.")
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(
+            f"modules: {path!r} is lazy: it changes its own class when it makes its parameters, in the first forward. "
+            f"Run a batch through the model before, or choose the module around it."
+        )
     if "forward" in vars(module):
         raise ValueError(
             f"modules: {path!r} has a forward of its own set on the instance, so that its class has no say. "

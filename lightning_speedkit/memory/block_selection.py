@@ -3,7 +3,8 @@
 The blocks that ``"auto"`` finds are the modules of which a container (``Sequential``, ``ModuleList``, ``ModuleDict``)
 holds two or more of one class, that have parameters, and that are more than one layer: the transformer blocks, the
 residual blocks, the stages of a network. Of nested ones the outermost count, but a plain ``Sequential`` that itself
-holds repeated blocks only groups them. What it costs: one walk over the modules, before training.
+holds repeated blocks only groups them. Where torch.compile has wrapped a module, the one inside the wrapper is meant.
+What it costs: one walk over the modules, before training.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def checked_selection(modules: str | Sequence[str]) -> tuple[str, ...]:
 def _blocks_under(parent: nn.Module, prefix: str) -> Iterable[str]:
     count: Counter[type] = Counter()
     if isinstance(parent, _CONTAINERS):
-        count.update(type(child) for child in set(parent.children()))
+        count.update(type(_uncompiled("", child)[1]) for child in set(parent.children()))
     for name, child in parent.named_children():
-        path = f"{prefix}.{name}" if prefix else name
+        path, child = _uncompiled(f"{prefix}.{name}" if prefix else name, child)
         inner = tuple(_blocks_under(child, path))
         repeated = count[type(child)] >= 2 and _is_more_than_a_layer(child)
         if repeated and not (type(child) is nn.Sequential and inner):
@@ -101,8 +102,20 @@ def _is_more_than_a_layer(module: nn.Module) -> bool:
     return not known and any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
+def _uncompiled(path: str, module: nn.Module) -> tuple[str, nn.Module]:
+    # torch.compile(module) is a module of its own around it, whose class has no say in what is computed.
+    inner = getattr(module, "_orig_mod", None)
+    return (f"{path}._orig_mod", inner) if isinstance(inner, nn.Module) else (path, module)
+
+
 def _matches(model: nn.Module, entry: str) -> list[str]:
-    found = [path for path, module in model.named_modules() if type(module).__name__ == entry or _is_at(path, entry)]
+    paths = {module: path for path, module in model.named_modules()}
+    meant = {  # a module may also be at a second path, which named_modules() does not tell by itself
+        _uncompiled(path, module)[1] if path else module: None
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).__name__ == entry or _is_at(path, entry)
+    }
+    found = [paths[module] for module in meant]
     if not found:
         raise ValueError(f"modules: there is no class and no path {entry!r} in the model. {_inventory(model, entry)}")
     if found == [""]:

@@ -4,9 +4,13 @@ A module becomes checkpointed by setting its ``__class__`` to a subclass made he
 Replacing the attribute ``forward`` instead would make every deep copy run the original's weights; a wrapper module
 would rename the parameters.
 
-Buffers advance once per forward: the recomputation works on copies of what the first forward found, and the real ones
-are put back after it. Setting BatchNorm's momentum to zero would do for BatchNorm alone; copies are exact for spectral
-norm, codebooks and counters too. What it costs: one copy of those buffers that the forward changes, until the backward.
+The second run gets what the first one found: the arguments, with fresh lists and dicts around them; the buffers, as
+copies, after which the real ones are put back, so that they advance once; the random state of torch, Python and numpy.
+A parameter that has changed in between is an error, as it is without checkpointing. Setting BatchNorm's momentum to
+zero would do for BatchNorm alone; copies are exact for spectral norm, codebooks and counters too.
+
+What it costs: a forward copies its buffers, and those copies are kept until the backward that may be needed there: of
+buffers up to 1 MiB all, of larger ones those whose version says that the forward wrote to them.
 """
 
 from __future__ import annotations
@@ -20,10 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_speedkit.memory.host_random import read_host_random, write_host_random
+
 __all__ = ["Recomputed", "plain_class", "recomputed_class"]
+
+_SMALL = 1 << 20  # bytes
+_ABSENT: Any = object()  # in place of a buffer that is not registered
 
 
 class Recomputed(nn.Module):
@@ -43,10 +54,12 @@ class Recomputed(nn.Module):
         run = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return _run_eagerly(self, run, args, kwargs)
+        # torch.compile traces a checkpoint without contexts and refuses one with them.
         if next(self.buffers(), None) is not None:
-            return _run_with_buffers(self, run, args, kwargs)
-        call, values = _by_position(run, args, kwargs)
-        return checkpoint(call, *values, use_reentrant=False)
+            return _run_outside_the_graph(self, run, args, kwargs)
+        return checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -72,7 +85,7 @@ def recomputed_class(original: type[nn.Module]) -> type[nn.Module]:
     for subclass in made:
         if subclass.__bases__ == (Recomputed, original):
             return subclass
-    names = {
+    names: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -81,6 +94,9 @@ def recomputed_class(original: type[nn.Module]) -> type[nn.Module]:
             lambda self, *args, **kwargs: Recomputed.forward(self, *args, **kwargs)
         ),
     }
+    for name in ("__copy__", "__deepcopy__"):  # of the class's own, as a parametrized module has one
+        if hasattr(original, name):
+            names[name] = functools.partialmethod(_plain_copy, getattr(original, name))
     return types.new_class(original.__name__, (Recomputed, original), exec_body=lambda body: body.update(names))
 
 
@@ -96,64 +112,118 @@ def plain_class(subclass: type[nn.Module]) -> type[nn.Module]:
     return original
 
 
-def _by_position(
-    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    # Keyword arguments go in by position: torch looks at positional ones only for the device whose random state it
-    # keeps, and has options of its own that a keyword could be mistaken for.
-    names, count = tuple(kwargs), len(args)
-
-    def call(*values: Any) -> Any:
-        return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-    return call, (*args, *kwargs.values())
+def _plain_copy(module: nn.Module, make: Callable[..., nn.Module], *memo: Any) -> nn.Module:
+    twin = make(module, *memo)
+    if type(twin) is type(module):
+        twin.__class__ = plain_class(type(module))
+    return twin
 
 
 def _run_eagerly(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        replay = _Replay()
-        return _remembering(module, replay), replay
+    # Torch gets the tensors one by one, which makes it keep the random state of all their devices and raise if one is
+    # overwritten before the backward. Keywords would be mistaken for options of its own.
+    values, structure = tree_flatten((args, kwargs))
+    first = [(args, kwargs)]  # let go of in the first run: a list that gathers outputs would never be freed
+    replay = _Replay(module)
 
-    call, values = _by_position(run, args, kwargs)
-    return checkpoint(call, *values, use_reentrant=False, context_fn=contexts)
+    def call(*values: Any) -> Any:
+        args, kwargs = first.pop() if first else tree_unflatten(values, structure)
+        return run(*args, **kwargs)
+
+    return checkpoint(call, *values, use_reentrant=False, context_fn=lambda: (replay.remembering(), replay))
 
 
-# torch.compile traces a checkpoint without contexts and refuses one with them, so this part stays eager.
-_run_with_buffers: Callable[..., Any] = torch.compiler.disable(_run_eagerly)  # type: ignore[no-untyped-call]
+_run_outside_the_graph: Callable[..., Any] = torch.compiler.disable(_run_eagerly)  # type: ignore[no-untyped-call]
+
+_Place = tuple[nn.Module, str]  # where a parameter or a buffer is registered
 
 
-class _Replay:
-    """Around a recomputation: its buffers are copies of what the first forward found; then the real ones are back."""
+class _Replay(AbstractContextManager[None]):
+    """Around a recomputation: buffers and random state are what the first run found; then the real ones are back."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[nn.Module, str, Tensor]] = []
-        self._real: list[tuple[nn.Module, str, Any]] = []
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = tuple(module.modules())
+        self._parameters: dict[_Place, tuple[Any, int]] = {}
+        self._buffers: dict[_Place, Any] = {}
+        self._random: tuple[Any, ...] | None = None  # nothing was drawn
+        self._real: tuple[dict[_Place, Any], tuple[Any, ...] | None] = {}, None
 
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Around the first run: keeps what the recomputation needs."""
+        before = {place: (buffer, _version(buffer)) for place, buffer in self._registered("_buffers")}
+        copies = {id(buffer): _copy(buffer) for buffer, _ in before.values()}  # one buffer of two owners stays one
+        found = read_host_random()
+        yield
+        self._random = found if read_host_random() != found else None
+        # Noted after the run, in which a lazy module makes its parameters.
+        self._parameters = {place: (value, _version(value)) for place, value in self._registered("_parameters")}
+        after = dict(self._registered("_buffers"))
+        for place in {**before, **after}:
+            buffer, version = before.get(place, (_ABSENT, 0))
+            now = after.get(place, _ABSENT)
+            # Writes through .data, and those of batch norm, do not raise the version.
+            if now is not buffer or _version(now) != version or _is_small(buffer):
+                # Of a buffer that a lazy module has made in the run there is no earlier value.
+                self._buffers[place] = _copy(now) if is_lazy(buffer) else copies.get(id(buffer), buffer)
+
+    @override
     def __enter__(self) -> None:
-        self._real = [(owner, name, getattr(owner, name)) for owner, name, _ in self.found]
-        copies = {id(value): value.clone() for _, _, value in self.found}  # one buffer of two owners stays one
-        for owner, name, value in self.found:
-            setattr(owner, name, copies[id(value)])
+        now = dict(self._registered("_parameters"))
+        for (owner, name), (parameter, version) in self._parameters.items():
+            if now.get((owner, name)) is not parameter or _version(parameter) != version:
+                raise RuntimeError(_CHANGED.format(owner=type(owner).__name__, name=name))
+        buffers = dict(self._registered("_buffers"))
+        real = {place: buffers.get(place, _ABSENT) for place in self._buffers}
+        self._real = real, None if self._random is None else read_host_random()
+        copies = {id(buffer): _copy(buffer) for buffer in self._buffers.values()}
+        _register({place: copies[id(buffer)] for place, buffer in self._buffers.items()})
+        if self._random is not None:
+            write_host_random(self._random)
 
+    @override
     def __exit__(self, *exception: object) -> None:
-        for owner, name, value in self._real:
-            setattr(owner, name, value)
-        self._real = []
+        buffers, random = self._real
+        _register(buffers)
+        if random is not None:
+            write_host_random(random)
+        self._real = {}, None
+
+    def _registered(self, kind: str) -> Iterator[tuple[_Place, Any]]:
+        # named_buffers() leaves out those that are None, and costs several times as much.
+        for owner in self._modules:
+            for name, value in getattr(owner, kind).items():
+                yield (owner, name), value
 
 
-@contextmanager
-def _remembering(module: nn.Module, replay: _Replay) -> Iterator[None]:
-    before = [
-        (owner, name, buffer, buffer._version)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if not buffer.is_inference()  # an inference tensor cannot be written to while training
-    ]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer, _ in before}
-    yield
-    for owner, name, buffer, version in before:
-        # Keeps only what the forward has changed, so that a large mask costs nothing. Batch norm writes its statistics
-        # without raising their version, whoever calls it: they are what a one-dimensional float buffer may be.
-        unversioned = buffer.ndim == 1 and buffer.is_floating_point()
-        if unversioned or getattr(owner, name) is not buffer or buffer._version != version:
-            replay.found.append((owner, name, copies[id(buffer)]))
+def _register(buffers: dict[_Place, Any]) -> None:
+    for (owner, name), buffer in buffers.items():
+        if buffer is _ABSENT:
+            owner._buffers.pop(name, None)
+        else:
+            owner._buffers[name] = buffer
+
+
+def _copy(buffer: Any) -> Any:
+    return buffer.detach().clone() if _holds_data(buffer) else buffer
+
+
+def _version(value: Any) -> int:
+    # An inference tensor has no version, and cannot be written to while training.
+    version: int = value._version if _holds_data(value) and not value.is_inference() else 0
+    return version
+
+
+def _is_small(buffer: Any) -> bool:
+    return _holds_data(buffer) and buffer.numel() * buffer.element_size() <= _SMALL
+
+
+def _holds_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_lazy(value)
+
+
+_CHANGED = (
+    "The parameter {name!r} of {owner} in a checkpointed module is not what it was in the forward, so that the "
+    "activations cannot be computed again: the gradients would be wrong. Run all backwards of a forward before "
+    "optimizer.step(), or the forward again after it. Do not checkpoint what runs under torch.func.functional_call."
+)

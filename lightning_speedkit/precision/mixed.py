@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -60,6 +61,7 @@ class SpeedkitMixedPrecision(MixedPrecision):
 
     Raises:
         ValueError: If ``precision`` is none of the two, or a number of the scaler is out of range or has no effect.
+        TypeError: If one of those is no number, or ``growth_interval`` no whole one.
 
     >>> plugin = SpeedkitMixedPrecision("bf16-mixed")
     >>> trainer = pl.Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_checkpointing=False)
@@ -83,12 +85,10 @@ class SpeedkitMixedPrecision(MixedPrecision):
                 "initial_scale and growth_interval belong to the gradient scaler, which 'bf16-mixed' does not have. "
                 "Leave them out, or use precision='16-mixed'."
             )
-        if initial_scale is not None and not 0 < initial_scale < float("inf"):
-            raise ValueError(f"initial_scale={initial_scale!r} must be a positive number, for example 65536.0.")
-        if growth_interval is not None and (not isinstance(growth_interval, int) or growth_interval < 1):
-            raise ValueError(f"growth_interval={growth_interval!r} must be a number of steps, for example 2000.")
+        _check_number("initial_scale", initial_scale, Real, "a positive number, for example 65536.0")
+        _check_number("growth_interval", growth_interval, Integral, "a number of steps, for example 2000")
         self._initial_scale = 65536.0 if initial_scale is None else float(initial_scale)
-        self._growth_interval = 2000 if growth_interval is None else growth_interval
+        self._growth_interval = 2000 if growth_interval is None else int(growth_interval)
         self.skipped_steps = 0
         self._held: list[tuple[LRSchedulerConfig, int]] = []
         device = _best_device_type()
@@ -118,10 +118,10 @@ class SpeedkitMixedPrecision(MixedPrecision):
             losses.append(closure())
             return losses[-1]
 
-        # A fused step runs in any case and skips on the device, and an optimizer that is not torch's may have no hooks:
-        # there only the scale tells, at the price of waiting for the device.
+        # A fused step runs in any case and skips on the device, and a step calls its hooks only where torch's own
+        # Optimizer.__init__ has run: elsewhere only the scale tells, at the price of waiting for the device.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        by_scale = fused or not hasattr(optimizer, "register_step_post_hook")
+        by_scale = fused or not getattr(getattr(type(optimizer), "step", None), "hooked", False)
         scale = self.scaler.get_scale() if by_scale else 0.0
         with nullcontext() if by_scale else optimizer.register_step_post_hook(lambda *_: stepped.append(True)):
             result = super().optimizer_step(optimizer, model=model, closure=noting_closure, **kwargs)
@@ -197,6 +197,15 @@ class SpeedkitMixedPrecision(MixedPrecision):
 
     def _new_scaler(self, device_type: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device_type, init_scale=self._initial_scale, growth_interval=self._growth_interval)
+
+
+def _check_number(name: str, value: Any, kind: type[Any], allowed: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {allowed}; got {type(value).__name__}.")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be {allowed}.")
 
 
 def _best_device_type() -> str:

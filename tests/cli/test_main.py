@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,52 @@ def test_the_module_ends_with_the_exit_code(
     assert (err.count("\n"), out == "") == (code, code == 1)  # a fault is one line, and nothing beside it
 
 
+_PRINTS = """
+import sys, types
+package = types.ModuleType("lightning_speedkit")  # without what the package itself imports
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_speedkit"] = package
+import lightning_speedkit.cli.presets
+from lightning_speedkit.cli.main import main
+lightning_speedkit.cli.presets._print_list = lambda: print({text!r})
+sys.exit(main(["presets"]))
+"""
+
+
+def _process(text: str, stdout: Any, encoding: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", _PRINTS.format(text=text), str(_ROOT / "lightning_speedkit")],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "PYTHONIOENCODING": encoding},
+    )
+
+
+def test_a_stream_in_ascii_shows_escapes() -> None:
+    done = _process("größe \udc80 μ", subprocess.PIPE, "ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, rb"gr\xf6\xdfe \udc80 \u03bc" + b"\n", b"")
+
+
+@pytest.mark.parametrize("size", [1, 100_000])  # found when the stream is flushed at the end, or before
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(size: int, unbuffered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with Path("/dev/full").open("wb") as full:
+        done = _process("x" * size, full, "utf-8")
+    assert done.returncode == 1
+    assert done.stderr == b"speedkit presets: No space left on device: not all of it was written.\n"
+
+
 # The same in this process
+
+
+def test_the_stream_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout.errors
+    seen = []
+    monkeypatch.setattr("lightning_speedkit.cli.presets._print_list", lambda: seen.append(sys.stdout.errors))
+    assert main(["presets"]) == 0
+    assert (seen, sys.stdout.errors) == (["backslashreplace"], before)
 
 
 def test_help_names_every_command_and_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +161,14 @@ def test_debug_raises_in_place_of_one_line(words: list[str]) -> None:
 
 
 def test_a_fault_that_is_not_the_kits_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
+    for error in (ZeroDivisionError, PermissionError):  # also one of the system, as long as the output works
 
-    monkeypatch.setattr("lightning_speedkit.cli.presets._print_list", fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["presets"])
+        def fail(error: type[Exception] = error) -> None:
+            raise error
+
+        monkeypatch.setattr("lightning_speedkit.cli.presets._print_list", fail)
+        with pytest.raises(error):
+            main(["presets"])
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

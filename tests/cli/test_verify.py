@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,32 @@ def test_a_folder_is_every_store_in_it(store: Path, capsys: pytest.CaptureFixtur
     assert "holds no *.lmdb file" in capsys.readouterr().err
 
 
-def test_the_first_fault_in_a_folder_ends_it_after_what_was_sound(
+def test_every_store_of_a_folder_is_checked_whatever_the_others_are(
     damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("a.lmdb").write_bytes(Path("numbers.lmdb").read_bytes())  # in the order of their names: a, damaged, numbers
+    Path("a.lmdb").write_bytes(Path("numbers.lmdb").read_bytes())  # in the order of their names
+    Path("empty.lmdb").touch()
+    os.mkfifo("pipe.lmdb")
+    Path("loop.lmdb").symlink_to("loop.lmdb")
     assert main(["verify", "."]) == 1
     out, err = capsys.readouterr()
-    assert [line for line in out.splitlines() if "every checksum" in line] == ["a.lmdb: every checksum matches"]
-    assert damaged.name in err
+    sound = [line for line in out.splitlines() if "every checksum" in line]
+    assert sound == ["a.lmdb: every checksum matches", "numbers.lmdb: every checksum matches"]
+    assert [line.startswith("speedkit verify: ") for line in err.splitlines()] == [True] * 4
+    names = [damaged.name, "empty.lmdb", "loop.lmdb", "pipe.lmdb"]
+    assert all(name in line for name, line in zip(names, err.splitlines(), strict=True))
+    with pytest.raises(StoreCorruptError, match=damaged.name):
+        main(["verify", ".", "--debug"])
+
+
+@pytest.mark.parametrize("name", ["pipe", "loop", "x" * 300])
+def test_what_cannot_be_opened_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    assert main(["verify", name]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert name in err
 
 
 def test_what_a_store_holds_is_told_one_kind_a_line(capsys: pytest.CaptureFixture[str]) -> None:

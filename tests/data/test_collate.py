@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+import re
+import warnings
+from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,14 @@ Pair = namedtuple("Pair", "x y")
         ([0.5, 2.0], torch.tensor([0.5, 2.0], dtype=torch.float32)),
         ([True, False], torch.tensor([True, False])),
         (["a", "b"], ["a", "b"]),
+        ([None, "a", b"b"], [None, "a", b"b"]),  # a list keeps each as it is
+        ([-(2**63), 2**63 - 1], torch.tensor([-(2**63), 2**63 - 1])),
+        ([{"b": 1, "a": 2}, {"a": 4, "b": 3}], {"b": torch.tensor([1, 3]), "a": torch.tensor([2, 4])}),
+        ([np.arange(4.0)[::-1], np.arange(8.0)[::2]], torch.tensor([[3.0, 2, 1, 0], [0, 2, 4, 6]]).double()),
+        ([np.array([1, 2], ">i2"), np.array([3, 4], "<i2")], torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)),
+        ([np.array(1.5, ">f8"), np.array(2.5, ">f8")], torch.tensor([1.5, 2.5], dtype=torch.float64)),
+        ([np.frombuffer(b"ab", "u1")], torch.tensor([[97, 98]], dtype=torch.uint8)),  # read-only memory
+        ([np.array(["a"]), np.array(["bc"])], [np.array(["a"]), np.array(["bc"])]),
         ([b"a", b"b"], [b"a", b"b"]),
         ([None, None], [None, None]),
         ([np.float64(0.1), np.float64(0.2)], torch.tensor([0.1, 0.2], dtype=torch.float64)),
@@ -74,8 +85,68 @@ def test_tensors_as_default_collate_stacks_them() -> None:
         ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], ValueError, r"\['x'\] has the shapes \[\(2,\), \(3,\)\]"),
         ([(1, [1, 2]), (1, [1])], ValueError, r"\[1\] has lists of different lengths"),
         ([(object(),)], TypeError, r"\[0\] is a object"),
+        ([{"i": 1}, {"i": 2**63}], ValueError, r"\['i'\] is 9223372036854775808, which does not fit into int64"),
+        ([(np.longdouble(1),)], TypeError, r"\[0\] has the NumPy dtype .*, which torch has not"),
+        ([{"a": 1}, {"a": 2, "b": 3}], ValueError, r"Field sample: not every sample of the batch has the keys 'b'"),
+        (
+            [({"a": 1, "b": 2},), ({"a": 2},)],
+            ValueError,
+            r"Field \[0\]: not every sample of the batch has the keys 'b'",
+        ),
+        ([{"a": 1}, {"b": 1}], ValueError, r"has the keys 'a', 'b'"),
     ],
 )
 def test_what_has_no_batch_form(values: list[Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         collate_samples(values)
+
+
+class Own(torch.Tensor):
+    """A subclass, which may stand beside plain tensors."""
+
+
+MIXED = [
+    (1, 2.5, "float and int"),
+    (True, 3, "bool and int"),
+    (True, 0.5, "bool and float"),
+    (1, torch.tensor(2.5), "Tensor and int"),
+    (1, np.int64(2), "int and int64"),
+    (1.0, np.float64(2), "float and float64"),
+    (1, None, "NoneType and int"),
+    ("ab", ["a", "b"], "list and str"),
+    ((1, 2), [1, 2], "list and tuple"),
+    ((1, 2), 3, "int and tuple"),
+    ({"a": 1}, (1,), "dict and tuple"),
+    (Pair(1, 2), (1, 2), "Pair and tuple"),
+    (np.zeros(2), torch.zeros(2), "Tensor and ndarray"),
+    (torch.zeros(1, dtype=torch.int32), torch.tensor([2**40]), "the dtypes torch.int32, torch.int64"),
+    (torch.zeros(1), torch.zeros(1, dtype=torch.float64), "the dtypes torch.float32, torch.float64"),
+    (np.zeros(1, "<i4"), np.zeros(1, "<f4"), "the dtypes float32, int32"),
+    (np.zeros(1), np.zeros(1, "<M8[s]"), "the dtypes datetime64"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "words"), MIXED, ids=[words for *_, words in MIXED])
+def test_no_value_takes_the_type_of_another(first: Any, second: Any, words: str) -> None:
+    for one, other in ((first, second), (second, first)):
+        with pytest.raises(TypeError, match=rf"Field \['x'\]\[0\] .*{re.escape(words)}.* in one batch"):
+            collate_samples([{"x": [one]}, {"x": [other]}])
+
+
+def test_subclasses_stand_beside_what_they_are_derived_from(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "a", "float32", "w+", shape=(2,))
+    mapped[:] = 3
+    _assert_same(collate_samples([mapped, np.ones(2, "float32")]), torch.tensor([[3.0, 3.0], [1.0, 1.0]]))
+    own = torch.ones(2).as_subclass(Own)
+    assert torch.equal(torch.as_tensor(collate_samples([torch.zeros(2), own])), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert list(collate_samples([{"a": 1}, OrderedDict(a=2)])) == ["a"]
+
+
+def test_read_only_arrays_bring_no_warning_and_are_not_changed() -> None:
+    array = np.arange(3.0)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = collate_samples([array, array])
+    batch += 1
+    assert array.tolist() == [0.0, 1.0, 2.0]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_speedkit.data import LMDBDataModule, SpeedkitDataModule
+from tests.data.child import run_child
 from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
 from tests.two_ranks import on_two_ranks
 
@@ -138,11 +141,16 @@ def test_loader_settings(tmp_path: Path) -> None:
         ({"num_workers": -1}, ValueError),
         ({"prefetch_factor": 0}, ValueError),
         ({"seed": -1}, ValueError),
+        ({"shuffle": "no"}, TypeError),
+        ({"shuffle": None}, TypeError),
+        ({"drop_last": 3}, TypeError),
+        ({"pin_memory": "x"}, TypeError),
+        ({"pin_memory": 1}, TypeError),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error: type[Exception]) -> None:
     name, value = next(iter(arguments.items()))
-    with pytest.raises(error, match=f"{name} must be .*got {value}"):
+    with pytest.raises(error, match=f"{name} must be .*got {value!r}"):
         LMDBDataModule(tmp_path, **arguments)
 
 
@@ -160,6 +168,136 @@ def test_any_dataset_can_be_served() -> None:
         trainer(max_epochs=1).fit(Recorder(), datamodule=NoDataset())
     with pytest.raises(NotImplementedError, match="must define dataset"):
         SpeedkitDataModule().train_dataloader()
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test", "predict"])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(DataLoader([1]), "DataLoader"), (Streamed(), "Streamed"), (iter([1]), "list_iterator"), (5, "int")],
+)
+def test_what_is_no_map_style_dataset_is_named(given: Any, name: str, split: str) -> None:
+    class Given(SpeedkitDataModule):
+        def dataset(self, split: str) -> Any:
+            return given
+
+    with pytest.raises(TypeError, match=rf"dataset\('{split}'\) of Given returned a {name}: it must be a map-style"):
+        getattr(Given(), f"{split}_dataloader")()
+
+
+class Doubled(Numbers):
+    """A ``collate`` of its own, which uses what the object holds and, in the training process, the Trainer."""
+
+    factor = 2
+
+    def collate(self, samples: Any) -> Any:
+        vectors, numbers = super().collate(samples)
+        return vectors, numbers * self.factor, self.trainer is not None
+
+
+@pytest.mark.parametrize("data_class", [Numbers, Doubled])
+def test_what_workers_get_pickled_holds_no_trainer(tmp_path: Path, data_class: type[Numbers]) -> None:
+    data = data_class(tmp_path, batch_size=4, shuffle=False)
+    data.prepare_data()
+    data.trainer = trainer()
+    data.trainer.unpicklable = lambda: None  # type: ignore[attr-defined]
+    data.factor = 3  # type: ignore[attr-defined]
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(data)
+    loader = data.train_dataloader()
+    samples = [loader.dataset[i] for i in range(4)]
+    there = pickle.loads(pickle.dumps(loader.collate_fn))(samples)
+    here = loader.collate_fn(samples)
+    if data_class is Doubled:
+        assert (there[1].tolist(), there[2], here[2]) == ([0, 3, 6, 9], False, True)
+    assert torch.equal(there[1], here[1])
+    assert data.trainer is not None
+
+
+def test_a_collate_that_is_set_on_the_object_counts(tmp_path: Path) -> None:
+    data = Numbers(tmp_path, batch_size=4, shuffle=False)
+    data.prepare_data()
+    data.collate = len  # type: ignore[method-assign,assignment]
+    assert next(iter(data.train_dataloader())) == 4
+
+
+class Unpicklable(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = lambda x: x
+
+
+def _fit_with_workers(folder: str, method: str) -> None:
+    torch.multiprocessing.set_start_method(method)
+    data, model = Numbers(folder, batch_size=8, num_workers=1, shuffle=False), Unpicklable()
+    data.prepare_data()
+    trainer(max_epochs=2, limit_val_batches=0).fit(model, datamodule=data)
+    assert flat(model.seen["train"]) == list(range(24)) * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_fit_with_workers_that_are_not_forked(tmp_path: Path, method: str) -> None:
+    """Each batch comes from a process that must not get the model, which cannot be pickled."""
+    child = run_child(_fit_with_workers, str(tmp_path), method, timeout=280)
+    assert child.returncode == 0, child.stderr[-3000:]
+
+
+class Drawing(SpeedkitDataModule):
+    """Samples that are random numbers of the workers."""
+
+    def dataset(self, split: str) -> Any:
+        return Draws() if split in ("train", "val") else None
+
+
+class Draws(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 40, (1,)))
+
+
+def _first_seed(data: SpeedkitDataModule, split: str, rank: int = 0, epoch: int = 0) -> int:
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": rank},
+        current_epoch=epoch,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        state=SimpleNamespace(fn=None),
+    )
+    return int(torch.randint(1 << 40, (1,), generator=getattr(data, f"{split}_dataloader")().generator))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_workers_numbers_differ_by_seed_rank_and_epoch(split: str) -> None:
+    places = [(seed, rank, epoch) for seed in (0, 1, 2**32 - 1) for rank in (0, 1) for epoch in (0, 1, 5)]
+    found = [_first_seed(Drawing(seed=seed), split, rank, epoch) for seed, rank, epoch in places]
+    assert len(set(found)) == len(places)
+    assert found == [_first_seed(Drawing(seed=seed), split, rank, epoch) for seed, rank, epoch in places]
+
+
+class Drawn(Recorder):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen["train"].append(batch.tolist())
+        return self.layer.weight.sum()
+
+
+def test_a_resumed_run_does_not_repeat_the_workers_numbers(tmp_path: Path) -> None:
+    def fit(epochs: int, path: Path | None = None) -> tuple[list[int], Any]:
+        model, run = Drawn(), trainer(max_epochs=epochs, limit_val_batches=0)
+        run.fit(model, datamodule=Drawing(batch_size=2, num_workers=1), ckpt_path=path)
+        return flat(model.seen["train"]), run
+
+    first, run = fit(1)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    second, _ = fit(2, tmp_path / "a.ckpt")
+    assert len(set(first + second)) == 8
+    assert fit(2, tmp_path / "a.ckpt")[0] == second
+    assert fit(1)[0] == first
 
 
 Seen = tuple[list[list[int]], list[list[int]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_speedkit.data import LMDBDataModule, LMDBDataset, verify_lmdb, write_lmdb
 from lightning_speedkit.data import lmdb_datamodule as module_under_test
-from lightning_speedkit.errors import EmptyStoreError
+from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
 from tests.data.forked import end_of_fork
 from tests.data.numbers import Numbers, Recorder, flat, trainer
 
@@ -108,3 +109,60 @@ def test_transforms_per_split(tmp_path: Path) -> None:
     data.prepare_data()
     assert next(iter(data.train_dataloader())).tolist() == [100, 101, 102]
     assert next(iter(data.val_dataloader()))[1].tolist() == [0, 1, 2]
+
+
+class Generator(LMDBDataModule):
+    def samples(self, split: str) -> Any:
+        if split == "train":
+            yield from range(3)
+
+
+def test_a_generator_function_is_told_that_it_never_returns_none(tmp_path: Path) -> None:
+    with pytest.raises(EmptyStoreError, match=r"samples\('val'\) of Generator .* never returns None.*another method"):
+        Generator(tmp_path).prepare_data()
+    assert len(LMDBDataset(tmp_path / "train.lmdb")) == 3
+
+
+@pytest.mark.parametrize("given", [{"train": [1]}, "data/train", b"123"])
+def test_what_samples_must_not_return(tmp_path: Path, given: Any) -> None:
+    class Given(LMDBDataModule):
+        def samples(self, split: str) -> Any:
+            return given
+
+    with pytest.raises(TypeError, match=rf"samples\('train'\) of Given returned a {type(given).__name__}"):
+        Given(tmp_path / "root").prepare_data()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "locked"])
+def test_a_root_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    if where == "locked":  # as in a read-only folder, also for the superuser
+
+        def refuse(path: Path, *, wait: bool) -> Any:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+        monkeypatch.setattr(module_under_test, "exclusive_lock", refuse)
+    with pytest.raises(StoreWriteError, match=r"train.lmdb is not there and cannot be packed .*root must be a folder"):
+        Numbers(tmp_path / where).prepare_data()
+
+
+def test_an_error_in_the_samples_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
+    class Failing(LMDBDataModule):
+        def samples(self, split: str) -> Any:
+            return (Path(tmp_path, "absent").read_bytes() for _ in range(2))
+
+    with pytest.raises(FileNotFoundError, match="absent"):
+        Failing(tmp_path / "root").prepare_data()
+
+
+@pytest.mark.parametrize("stage", [None, "train", "val", ""])
+def test_a_stage_is_one_of_lightnings(tmp_path: Path, stage: Any) -> None:
+    with pytest.raises(ValueError, match=f"stage must be one of 'fit', 'validate', 'test', 'predict', got {stage!r}"):
+        Numbers(tmp_path).setup(stage)
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert LMDBDataModule("~/data").root == tmp_path / "data"
+    assert LMDBDataModule("data~").root == Path.cwd() / "data~"

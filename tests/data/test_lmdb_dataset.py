@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_speedkit.errors import (
     StoreCorruptError,
     StoreNotFoundError,
 )
+from tests.data.forked import end_of_fork
 from tests.data.samples import same, varied_samples
 
 COUNT = 40
@@ -111,7 +113,7 @@ def test_a_store_written_anew_is_not_mixed_with_the_old_one(path: Path) -> None:
     assert held[0][1] == 0
     write_lmdb(((torch.zeros(500), -i) for i in range(COUNT)), path, block_bytes=8192)
     assert held[9][1] == 9  # what is open stays open
-    with pytest.raises(StoreCorruptError, match="written again after this dataset was made"):
+    with pytest.raises(StoreCorruptError, match="another store than this dataset was made for"):
         unopened[0]
     assert LMDBDataset(path)[9][1] == -9
     assert held[10][1] == 10
@@ -149,3 +151,66 @@ def test_index_errors_name_the_range(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="Subset"):
         dataset[0:2]  # type: ignore[index]
     assert list(dataset) == [1, 2, 3]
+
+
+class Scaled(LMDBDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * 100
+
+
+class ScaledTwice(Scaled):
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [10 * item for item in super().__getitems__(indices)]
+
+
+def test_what_a_subclass_overrides_counts_in_a_loader_too(tmp_path: Path) -> None:
+    path = write_lmdb(range(6), tmp_path / "a.lmdb")
+    for workers in (0, 1):
+        batch = next(iter(DataLoader(Scaled(path), batch_size=3, num_workers=workers)))
+        assert batch.tolist() == [0, 100, 200]
+    assert Scaled(path).__getitems__([2, -1]) == [200, 500]
+    assert ScaledTwice(path).__getitems__([1, 2]) == [1000, 2000]
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    """Write into the file that is there, as ``cp`` does; and make sure that the clock of the file has moved on."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+
+
+@pytest.mark.parametrize("length", ["same", "shorter", "longer"])
+def test_a_store_that_is_overwritten_in_place_is_not_read_on(path: Path, length: str) -> None:
+    counts = {"same": COUNT, "shorter": COUNT // 2, "longer": 2 * COUNT}
+    numbered = ((torch.full((500,), -i), -i) for i in range(counts[length]))
+    other = write_lmdb(numbered, path.with_name("other.lmdb"), block_bytes=8192)
+    dataset, unopened = LMDBDataset(path), LMDBDataset(path)
+    assert dataset[1][1] == 1
+    _overwrite(path, other.read_bytes())
+    for read in (
+        lambda: dataset[1],
+        lambda: dataset.__getitems__([20]),
+        lambda: unopened[0],
+        lambda: LMDBDataset(path)[0],
+    ):
+        with pytest.raises(StoreCorruptError, match="was changed in place while it was open"):
+            read()
+    dataset.close()
+    assert LMDBDataset(path)[1][1] == -1  # closed by all, it can be opened as what it is now
+    with pytest.raises(StoreCorruptError, match="another store than this dataset was made for"):
+        dataset[1]
+
+
+def _read_a_truncated_store(folder: str) -> None:
+    path = write_lmdb([bytes(100_000)] * 30, Path(folder, "a.lmdb"))
+    dataset = LMDBDataset(path)
+    dataset[0]
+    os.truncate(path, 20_000)
+    with pytest.raises(StoreCorruptError, match="changed in place"):
+        dataset[29]
+
+
+def test_a_store_that_is_cut_while_it_is_open_does_not_end_the_process(tmp_path: Path) -> None:
+    assert end_of_fork(lambda: _read_a_truncated_store(str(tmp_path))) == "returned"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_speedkit.data import LMDBDataset, write_lmdb
 from lightning_speedkit.errors import EmptyStoreError
@@ -24,6 +25,11 @@ class NumberedDataset(torch.utils.data.Dataset[Any]):
         return index * 10
 
 
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -32,6 +38,8 @@ class NumberedDataset(torch.utils.data.Dataset[Any]):
         (torch.arange(3.0), [torch.tensor(0.0), torch.tensor(1.0), torch.tensor(2.0)]),
         (np.arange(4).reshape(2, 2), [np.array([0, 1]), np.array([2, 3])]),
         ({"a", "b"}, None),
+        (DataLoader(Streamed(), batch_size=None), [0, 1, 2]),  # which has a __len__ that raises
+        (DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=list), [[1, 2], [3, 4]]),
     ],
 )
 def test_sources(tmp_path: Path, source: Any, expected: list[Any] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_a_file_is_open_once_and_as_long_as_it_is_used(path: Path, tmp_path: Pat
     first, second = LMDBDataset(path), LMDBDataset(path)
     assert opened() == 0  # nothing is held before the first read, so that workers can be started
     first[0], second[0]
-    assert opened() == 1
+    assert opened() == 2  # LMDB's, and the one that tells whether the file was changed
     assert lmdb_store._file_id(path.stat()) in lmdb_store._table
     first.close()
     first.close()
@@ -95,3 +96,25 @@ def test_users_are_counted(path: Path) -> None:
     third = lmdb_store.open_store(path)
     assert third is not second
     third.close()
+
+
+def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the child inherits an environment that is in no table, and LMDB refuses to open the file a second time."""
+    opening, forking = threading.Event(), threading.Event()
+    real = lmdb_store.open_engine
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        engine = real(*arguments, **options)
+        monkeypatch.setattr(lmdb_store, "open_engine", real)
+        opening.set()
+        forking.wait(0.3)  # nobody sets it: the fork has to be under way, and there is no sign of that
+        return engine
+
+    monkeypatch.setattr(lmdb_store, "open_engine", slow)
+    dataset = LMDBDataset(path)
+    thread = threading.Thread(target=lambda: dataset[0])
+    thread.start()
+    assert opening.wait(30)
+    assert end_of_fork(lambda: (LMDBDataset(path)[1], dataset[2])) == "returned"
+    thread.join()
+    assert dataset[3][1] == 3

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import struct
 import zlib
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from lightning_speedkit.data import LMDBDataset, verify_lmdb, write_lmdb
+from lightning_speedkit.data.lmdb_index import StoreIndex
+from lightning_speedkit.data.sample_codec import Schema
 from lightning_speedkit.errors import StoreCorruptError, StoreError, StoreNotFoundError, StoreVersionError
 from tests.data.child import run_child
 from tests.data.samples import same, varied_samples
@@ -215,3 +218,41 @@ def test_two_stores_of_one_layout_have_two_fingerprints(tmp_path: Path) -> None:
         found.add(path.read_bytes()[-128:])
         assert path.stat().st_size == (tmp_path / "0.lmdb").stat().st_size
     assert len(found) == 3
+
+
+def test_what_is_no_file_that_can_be_opened_is_an_error_of_ours(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening one to read waits for a writer
+    (tmp_path / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    cases = {"pipe": "is a pipe", "loop": "cannot be opened", "x" * 300: "cannot be opened", "socket": "socket|opened"}
+    for name, words in cases.items():
+        for check in (LMDBDataset, verify_lmdb):
+            with pytest.raises(StoreError, match=words):
+                check(tmp_path / name)
+
+
+@pytest.mark.parametrize("values", [[7] * 3000, ["a" * (i % 9) for i in range(3000)]])
+def test_verified_means_readable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any]) -> None:
+    """A fault of the writer is under the checksums like all else; here the last sample of each block is cut off."""
+    path = write_lmdb(values, tmp_path / "a.lmdb", block_bytes=4096)
+    assert verify_lmdb(path).blocks > 2
+    real = StoreIndex.size
+    monkeypatch.setattr(StoreIndex, "size", lambda self, shapes: real(self, shapes) + 1)
+    with pytest.raises(StoreCorruptError, match="every checksum matches, but sample 0 cannot be read"):
+        verify_lmdb(path)
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_each_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    path = write_lmdb([bytes([i]) * 3000 for i in range(3)], tmp_path / "a.lmdb", block_bytes=4096)
+    real = Schema.decode
+
+    def failing(self: Schema, data: Any, shapes: Any) -> Any:
+        if data[0] == block:
+            raise RecursionError("too deep")
+        return real(self, data, shapes)
+
+    monkeypatch.setattr(Schema, "decode", failing)
+    with pytest.raises(StoreCorruptError, match=f"sample {block} cannot be read: too deep"):
+        verify_lmdb(path)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
+import stat
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import lmdb
+import numpy as np
 import pytest
 
 from lightning_speedkit.data import LMDBDataset, LMDBWriter, lmdb_writer, verify_lmdb, write_lmdb
@@ -183,7 +189,7 @@ def test_folders_are_made_and_files_that_are_no_store_are_kept(path: Path) -> No
     with pytest.raises(StoreWriteError, match="is a folder"):
         write(NEW, deep.parent)
     path.write_text("my thesis")
-    with pytest.raises(StoreWriteError, match="not an LMDB file and is not replaced"):
+    with pytest.raises(StoreWriteError, match="is not replaced"):
         write(NEW, path)
     assert path.read_text() == "my thesis"
     with pytest.raises(StoreWriteError, match="could not be written"):
@@ -214,6 +220,15 @@ def test_a_writer_is_used_once_and_inside_its_block(path: Path) -> None:
     assert content(path) == [1]
 
 
+@pytest.mark.parametrize("value", [1e6, "8192", None, 4096.0])
+def test_block_bytes_is_an_integer(path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"block_bytes must be an int, got {value!r}"):
+        write_lmdb(NEW, path, block_bytes=value)
+    write_lmdb(NEW, path, block_bytes=np.int64(8192))  # type: ignore[arg-type]
+    assert content(path) == NEW
+    assert verify_lmdb(path).block_bytes == 8192
+
+
 @pytest.mark.parametrize("value", [0, -1, 4095, 2**30])
 def test_block_bytes_has_bounds(path: Path, value: int) -> None:
     with pytest.raises(ValueError, match=f"from 4096 to .* got {value}"):
@@ -225,3 +240,120 @@ def test_the_progress_bar_goes_to_stderr(path: Path, capfd: pytest.CaptureFixtur
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "100/100" in captured.err
+
+
+@pytest.mark.parametrize("fault", [StoreWriteError("full"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("where", ["_commit", "_end_block"])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_failed_write_that_is_caught_is_not_published(
+    path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, where: str, old: bool
+) -> None:
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 1)
+    if old:
+        write(OLD, path)
+    real = getattr(LMDBWriter, where)
+
+    def fails_once(self: LMDBWriter, *arguments: Any) -> None:
+        monkeypatch.setattr(LMDBWriter, where, real)
+        raise fault
+
+    monkeypatch.setattr(LMDBWriter, where, fails_once)
+    refused = 0
+    with pytest.raises(StoreWriteError, match="not published"), LMDBWriter(path, block_bytes=4096) as writer:  # noqa: PT012
+        for sample in NEW:
+            try:
+                writer.write(sample)
+            except (StoreWriteError, KeyboardInterrupt, MemoryError):
+                refused += 1
+    assert refused == len(NEW) - 1  # the second block fails, and all that comes after it is refused
+    if old:
+        assert content(path) == OLD
+    assert [file.name for file in path.parent.iterdir()] == ["a.lmdb"] * old
+
+
+def test_only_stores_and_empty_files_are_replaced(path: Path) -> None:
+    with lmdb.open(str(path), subdir=False) as foreign, foreign.begin(write=True) as transaction:
+        transaction.put(b"precious", b"data")
+    os.remove(f"{path}-lock")  # noqa: PTH107
+    os.mkfifo(path.with_name("pipe"))
+    path.with_name("loop").symlink_to("loop")
+    write(OLD, path.with_name("cut"))
+    os.truncate(path.with_name("cut"), 9000)
+    path.with_name("short").write_bytes(b"SPKSEAL")
+    if os.geteuid() == 0:
+        os.mknod(path.with_name("device"), 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    before = {file.name: file.lstat() for file in path.parent.iterdir()}
+    assert len(before) >= 5
+    for name in before:
+        with pytest.raises(StoreWriteError, match=r"is not replaced"):
+            write(NEW, path.with_name(name))
+    assert {file.name: file.lstat() for file in path.parent.iterdir()}.keys() == before.keys()
+    for name, status in before.items():
+        assert path.with_name(name).lstat().st_ino == status.st_ino
+    path.with_name("empty").touch()
+    path.with_name("link").symlink_to("target")
+    for name in ("empty", "link"):
+        assert content(write(NEW, path.with_name(name))) == NEW
+    assert path.with_name("link").is_symlink()
+    with pytest.raises(StoreWriteError, match="could not be written"):
+        write(NEW, path.with_name("x" * 300))
+
+
+def test_a_file_that_comes_while_a_store_is_written_is_kept(path: Path) -> None:
+    with pytest.raises(StoreWriteError, match="is not replaced"), LMDBWriter(path) as writer:  # noqa: PT012
+        writer.write(1)
+        path.write_text("my thesis")
+    assert path.read_text() == "my thesis"
+    assert [file.name for file in path.parent.iterdir()] == ["a.lmdb"]
+
+
+def test_threads_write_whole_samples(path: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with LMDBWriter(path, block_bytes=4096) as writer, ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: writer.write((i, np.full(50, i))), range(3000)))
+    finally:
+        sys.setswitchinterval(interval)
+    samples = content(path)
+    assert sorted(number for number, _ in samples) == list(range(3000))
+    assert all((array == number).all() for number, array in samples)
+
+
+@pytest.mark.parametrize("leave", ["exit", "raise", "normally"])
+def test_a_forked_child_that_leaves_the_block_takes_nothing_with_it(path: Path, leave: str) -> None:
+    write(OLD, path)
+    main = os.getpid()
+    try:
+        with LMDBWriter(path, block_bytes=4096) as writer:
+            for sample in NEW[:50]:
+                writer.write(sample)
+            child = os.fork()
+            if child == 0:
+                with pytest.raises(RuntimeError, match="belongs to the process that was forked"):
+                    writer.write(NEW[0])
+                if leave == "exit":
+                    sys.exit(0)
+                if leave == "raise":
+                    raise ZeroDivisionError
+            else:
+                _, status = os.waitpid(child, 0)
+                assert content(path) == OLD
+                for sample in NEW[50:]:
+                    writer.write(sample)
+    finally:
+        if os.getpid() != main:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert content(path) == NEW
+    assert [file.name for file in path.parent.iterdir()] == ["a.lmdb"]
+
+
+def test_a_process_started_inside_the_block_takes_nothing_with_it(path: Path) -> None:
+    with LMDBWriter(path) as writer:
+        writer.write(1)
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        process.join()
+        writer.write(2)
+    assert content(path) == [1, 2]

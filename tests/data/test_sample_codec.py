@@ -121,3 +121,13 @@ def test_a_sample_unlike_the_first_is_named_and_left_out(tmp_path: Path, second:
 def test_dicts_have_the_key_order_of_the_first_sample(tmp_path: Path) -> None:
     dataset = LMDBDataset(write_lmdb([{"b": 1, "a": "x"}, {"a": "y", "b": 2}], tmp_path / "a.lmdb"))
     assert [list(dataset[i].items()) for i in range(2)] == [[("b", 1), ("a", "x")], [("b", 2), ("a", "y")]]
+
+
+@pytest.mark.parametrize("text", [np.str_(""), np.str_("abc"), np.bytes_(b""), np.bytes_(b"a\0")])
+def test_a_numpy_scalar_of_text_is_refused_with_what_to_give(tmp_path: Path, text: Any) -> None:
+    """Its dtype has its own length, of which NumPy makes 1 for an empty one."""
+    with pytest.raises(TypeError, match=r"\['name'\] is a NumPy scalar (str|bytes)_.*give str\(x\) or bytes\(x\)"):
+        write_lmdb([{"name": text}], tmp_path / "a.lmdb")
+    with pytest.raises(SampleMismatchError, match=r"expected str as in the first sample, got (str|bytes)_"):
+        write_lmdb([{"name": "a"}, {"name": text}], tmp_path / "a.lmdb")
+    assert not list(tmp_path.iterdir())

@@ -390,6 +390,7 @@ def _patched() -> nn.Module:
         (_patched(), "'1' has a forward of its own"),
         (Block(nn.SyncBatchNorm), "'1' holds a SyncBatchNorm"),
         (nn.SyncBatchNorm(4), "'1' holds a SyncBatchNorm"),
+        (nn.LazyLinear(4), "'1' is lazy"),
         (Final(4, 4), "'1' cannot be checkpointed.*Final is final"),
     ],
 )
@@ -397,6 +398,22 @@ def test_what_cannot_be_recomputed_is_refused_and_nothing_is_changed(module: nn.
     network = nn.Sequential(Block(), module, Block())
     with pytest.raises(ValueError, match=message):
         checkpoint_modules(network, ["0", "1", "2"])
+    assert _checkpointed(network) == []
+
+
+def test_a_lazy_module_that_has_its_parameters_is_like_any_other() -> None:
+    network = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    network(torch.ones(2, 3))
+    assert checkpoint_modules(network, "0") == ("0",)
+    network(torch.ones(2, 3)).sum().backward()
+    assert uncheckpoint_modules(network) == ("0",)
+
+
+def test_a_shared_module_by_its_second_path() -> None:
+    network = _network()
+    network.add_module("second", network.get_submodule("2"))
+    assert checkpoint_modules(network, "second") == ("2",)
+    assert uncheckpoint_modules(network, ["second"]) == ("2",)
     assert _checkpointed(network) == []
 
 

@@ -88,6 +88,16 @@ AUTO: dict[str, tuple[nn.Module, tuple[str, ...]]] = {
         nn.Sequential(nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])),
         ("0.0", "0.1", "1.0", "1.1"),
     ),
+    "compiled blocks": (
+        _tree(layers=nn.ModuleList([torch.compile(Block()), torch.compile(Block())])),
+        ("layers.0._orig_mod", "layers.1._orig_mod"),
+    ),
+    "one of two blocks compiled": (nn.Sequential(Block(), torch.compile(Block())), ("0", "1._orig_mod")),
+    "compiled stages": (
+        nn.Sequential(torch.compile(_stage()), torch.compile(_stage())),
+        ("0._orig_mod.0", "0._orig_mod.1", "1._orig_mod.0", "1._orig_mod.1"),
+    ),
+    "a compiled model": (torch.compile(_tree(layers=_stage())), ("_orig_mod.layers.0", "_orig_mod.layers.1")),
     "own layers with a matrix": (nn.Sequential(OwnLayer(), OwnLayer()), ("0", "1")),
 }
 
@@ -100,6 +110,7 @@ NOTHING: dict[str, nn.Module] = {
     "blocks without parameters": nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
     "one block": nn.Sequential(Block()),
     "one block twice": nn.ModuleList([_SHARED, _SHARED]),
+    "compiled layers": nn.Sequential(torch.compile(nn.Linear(4, 4)), torch.compile(nn.Linear(4, 4))),
     "pairs outside containers": _tree(first=Block(), second=Block()),
     "no modules": nn.Module(),
 }
@@ -147,6 +158,29 @@ MODEL = _tree(
 )
 def test_a_selection_by_name(selection: str | list[str], paths: tuple[str, ...]) -> None:
     assert select_modules(MODEL, selection) == paths
+
+
+@pytest.mark.parametrize("selection", ["Block", "layers.*", "layers.*._orig_mod", ["layers.0", "layers.1"]])
+def test_of_a_compiled_module_the_one_inside_is_meant(selection: str | list[str]) -> None:
+    model = _tree(layers=nn.ModuleList([torch.compile(Block()), torch.compile(Block())]), head=nn.Linear(4, 4))
+    assert select_modules(model, selection) == ("layers.0._orig_mod", "layers.1._orig_mod")
+
+
+@pytest.mark.parametrize(
+    ("selection", "paths"),
+    [
+        ("last", ("layers.1",)),
+        ("layers.1", ("layers.1",)),
+        (["last", "layers.*"], ("layers.0", "layers.1")),
+        ("tail.mlp.0", ("layers.0.mlp.0",)),
+        ("Block", ("layers.0", "layers.1")),
+    ],
+)
+def test_every_path_of_a_shared_module_means_it(selection: str | list[str], paths: tuple[str, ...]) -> None:
+    model = _tree(layers=nn.ModuleList([Block(), Block()]))
+    model.add_module("last", model.layers[1])
+    model.add_module("tail", model.layers[0])
+    assert select_modules(model, selection) == paths
 
 
 def test_a_star_stands_for_one_name() -> None:

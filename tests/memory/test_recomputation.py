@@ -7,10 +7,12 @@ import gc
 import inspect
 import io
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,110 @@ class OwnBatchNorm(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
 
 
+class ThroughData(nn.Module):
+    """Writes its buffers in ways that do not raise their version: a codebook, a counter, a flag; small ones."""
+
+    book: Tensor
+    seen: Tensor
+    warm: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.ones(width, width))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("warm", torch.zeros(1, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.data.add_(1)
+        self.book.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        factor = self.book.sum(0) / self.seen + self.warm
+        self.warm.data.fill_(True)
+        return torch.tanh(x * factor)
+
+
+class Large(nn.Module):
+    """Writes to a buffer of more than 1 MiB in place, and keeps a constant one."""
+
+    table: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(600, 600))
+        self.register_buffer("mask", torch.ones(500, 700))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.add_(1.0)
+        return torch.tanh(x * self.table[0, 0].clone() * self.mask[0, 0])
+
+
+class Late(nn.Module):
+    """Has its buffer from the first forward on: one that was None, or one that was not there."""
+
+    cache: Tensor | None
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        if registered:
+            self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(x.shape[-1]), persistent=False)
+        elif self.cache is None:
+            self.cache = torch.ones(x.shape[-1])
+        assert self.cache is not None
+        self.cache.mul_(1.5)
+        return torch.tanh(x * self.cache.clone())
+
+
+class Comes(nn.Module):
+    """Has its buffer in every second forward only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "flag"):
+            del self.flag
+            return torch.tanh(x)
+        self.register_buffer("flag", torch.ones(()))
+        return torch.tanh(2.0 * x)
+
+
+class Frozen(nn.Module):
+    """Holds a buffer that was made in inference mode."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.register_buffer("scale", torch.full((), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale.clone())
+
+
+class Draws(nn.Module):
+    """Draws a factor from outside torch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.draw())
+
+
+class Drops(nn.Module):
+    """Leaves itself out at random."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + torch.tanh(self.layer(x))
+
+
 INNER: dict[str, Callable[[int], nn.Module]] = {
     "nothing": lambda width: nn.Identity(),
     "dropout": lambda width: nn.Dropout(0.3),
@@ -75,6 +181,19 @@ INNER: dict[str, Callable[[int], nn.Module]] = {
     "spectral norm by hooks": lambda width: nn.utils.spectral_norm(nn.Linear(width, width)),
     "a counter": lambda width: Counter(),
     "rrelu": lambda width: nn.RReLU(),
+    "buffers written through .data": ThroughData,
+    "a large buffer": lambda width: Large(),
+    "a buffer that is None at first": lambda width: Late(True),
+    "a buffer that is registered in the forward": lambda width: Late(False),
+    "a buffer that comes and goes": lambda width: Comes(),
+    "a buffer made in inference mode": lambda width: Frozen(),
+    "lazy batch norm": lambda width: nn.LazyBatchNorm1d(),
+    "scripted batch norm": lambda width: torch.jit.script(nn.BatchNorm1d(width)),
+    "python's random": lambda width: Draws(lambda: random.uniform(0.5, 1.5)),
+    "python's gauss": lambda width: Draws(lambda: random.gauss(1.0, 0.1)),
+    "numpy's random": lambda width: Draws(lambda: float(numpy.random.uniform(0.5, 1.5))),
+    "numpy's normal": lambda width: Draws(lambda: float(numpy.random.randn())),  # every second one comes from a cache
+    "layers dropped at random": Drops,
 }
 
 
@@ -85,8 +204,10 @@ def _checkpoint(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _train(model: nn.Module, steps: int = 4, backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
-    """A plain loop; returns every loss and gradient, and at last all parameters, buffers and the random state."""
+    """A plain loop; returns every loss and gradient, and at last all parameters, buffers and random states."""
     torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen: list[Tensor] = []
     for _ in range(steps):
@@ -96,7 +217,8 @@ def _train(model: nn.Module, steps: int = 4, backward: Callable[[Tensor], None] 
         seen.append(loss.detach())
         seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
-    return [*seen, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state()]
+    seen += [value.clone() for value in model.state_dict().values()]
+    return [*seen, torch.get_rng_state(), torch.tensor([random.gauss(0.0, 1.0), numpy.random.randn()])]
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -121,7 +243,9 @@ def test_the_comparison_sees_what_plain_checkpointing_gets_wrong() -> None:
             result: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
             return result
 
-    for inner in ("batch norm", "spectral norm", "a counter"):
+    cases = ("batch norm", "spectral norm", "a counter", "buffers written through .data", "a large buffer")
+    cases += ("a buffer that is None at first", "a buffer that comes and goes", "lazy batch norm")
+    for inner in (*cases, "scripted batch norm", "python's random", "python's gauss", "numpy's random"):
         plain, naive = _model(inner), _model(inner)
         for module in naive:
             if isinstance(module, Block):
@@ -136,7 +260,40 @@ def test_batch_norm_advances_once_per_batch() -> None:
     assert model.get_submodule("0.inner").num_batches_tracked == 3
 
 
-@pytest.mark.parametrize("inner", ["dropout", "batch norm", "a counter"])
+def _alive(shape: tuple[int, ...]) -> int:
+    return sum(type(one) is Tensor and one.shape == shape for one in gc.get_objects())
+
+
+def test_of_large_buffers_only_those_that_the_forward_wrote_are_kept() -> None:
+    block = Block(4, Large())
+    block.__class__ = recomputed_class(Block)
+    gc.collect()
+    before = _alive((600, 600)), _alive((500, 700))
+    loss = block(torch.ones(2, 4)).sum()
+    assert (_alive((600, 600)), _alive((500, 700))) == (before[0] + 1, before[1])
+    loss.backward()
+    del loss
+    assert (_alive((600, 600)), _alive((500, 700))) == before
+
+
+def test_another_bit_generator_of_numpy_s_is_left_alone() -> None:
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(0))
+    try:
+        plain, checkpointed = _model("dropout"), _model("dropout")
+        _checkpoint(checkpointed, Block)
+        x = torch.ones(2, 4)
+        for model in (plain, checkpointed):
+            torch.manual_seed(0)
+            model(x).sum().backward()
+        assert _equal([p.grad for p in plain.parameters()], [p.grad for p in checkpointed.parameters()])
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize(
+    "inner", ["dropout", "batch norm", "a counter", "buffers written through .data", "numpy's normal"]
+)
 def test_a_second_backward_through_the_same_graph(inner: str) -> None:
     def twice(loss: Tensor) -> None:
         loss.backward(retain_graph=True)
@@ -253,6 +410,168 @@ def test_keyword_arguments_nested_arguments_and_several_outputs() -> None:
         (y.square().sum() + more["half"].sum()).backward()
         results.append([y, more["half"], *(t.grad for t in (*tensors, *module.parameters()))])
     assert _equal(*results)
+
+
+class Cell(nn.Module):
+    """Takes its state in a container, and is one of several things that can happen to that container."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, state: Any, *, more: Any = None) -> Any:
+        if self.how == "the block appends":
+            y = torch.tanh(self.linear(sum(state)))
+            state.append(y)
+            return y
+        y = torch.tanh(self.linear((state or more["in"][0])["x"]))
+        if self.how == "the block updates":
+            state["x"] = state["x"] + y
+        return y
+
+
+class Chain(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.cells = nn.ModuleList([Cell(how) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        if self.how == "the block appends":
+            features = [x]
+            for cell in self.cells:
+                cell(features)
+            return torch.stack(features).sum(0)
+        state = {"x": x}
+        for cell in self.cells:
+            if self.how == "the caller updates":
+                state["x"] = state["x"] + cell(state)
+            elif self.how == "the caller updates, deep in a keyword":
+                state["x"] = state["x"] + cell(None, more={"in": [state]})
+            elif self.how == "the caller empties":
+                y = cell(state)
+                state.clear()
+                state["x"] = y
+            else:
+                cell(state)
+        return state["x"]
+
+
+CHANGES = (
+    "the caller updates",
+    "the caller updates, deep in a keyword",
+    "the caller empties",
+    "the block updates",
+    "the block appends",
+)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_container_that_changes_between_forward_and_backward(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Chain(how)
+    checkpointed = copy.deepcopy(plain)
+    _checkpoint(checkpointed, Cell)
+    assert _equal(_train(plain), _train(checkpointed))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: ({"x": [x]},)])
+def test_a_tensor_in_a_container_that_is_overwritten_is_an_error(wrap: Callable[[Tensor], Any]) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, nested: Any) -> Tensor:
+            while not isinstance(nested, Tensor):
+                nested = nested["x"] if isinstance(nested, dict) else nested[0]
+            return self.linear(torch.relu(nested))
+
+    module = First()
+    module.__class__ = recomputed_class(First)
+    x = torch.ones(2, 4, requires_grad=True) * 1.0
+    loss = module(wrap(x)).sum()
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_a_list_that_gathers_the_outputs_is_freed() -> None:
+    cell = Cell("the block appends")
+    cell.__class__ = recomputed_class(Cell)
+    gc.collect()
+    gc.disable()
+    try:
+        features = [torch.ones(2, 4)]
+        output = weakref.ref(cell(features))
+        assert output() is features[1]
+        del features
+        assert output() is None
+    finally:
+        gc.enable()
+
+
+def _steps(block: Block) -> None:
+    torch.optim.SGD(block.parameters(), lr=0.1).step()
+
+
+def _writes_a_bias(block: Block) -> None:
+    with torch.no_grad():
+        block.first.bias.add_(1.0)  # which the plain backward does not need, but the relu of a second run does
+
+
+def _replaces(block: Block) -> None:
+    block.second.weight = nn.Parameter(torch.zeros(4, 8))
+
+
+def _writes_a_frozen_one(block: Block) -> None:
+    block.first.weight.requires_grad_(False).mul_(2.0)
+
+
+@pytest.mark.parametrize("change", [_steps, _writes_a_bias, _replaces, _writes_a_frozen_one])
+def test_a_parameter_that_changes_between_forward_and_backward_is_an_error(change: Callable[[Block], None]) -> None:
+    block = Block(4, nn.Dropout(0.3))
+    block.__class__ = recomputed_class(Block)
+    loss = block(torch.ones(2, 4, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    gradient = block.first.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    change(block)
+    with pytest.raises(RuntimeError, match=r"parameter '(weight|bias)' of Linear .* not what it was"):
+        loss.backward()
+    assert torch.equal(gradient, before)
+
+
+def test_parameters_of_a_functional_call_are_an_error_and_not_a_wrong_gradient() -> None:
+    model = _model("nothing")
+    given = {name: (2.0 * value.detach()).requires_grad_() for name, value in model.named_parameters()}
+    x = torch.ones(2, 4)
+    torch.func.functional_call(model, given, (x,)).sum().backward()
+    assert given["0.first.weight"].grad is not None
+    _checkpoint(model, Block)
+    loss = torch.func.functional_call(model, given, (x,)).sum()
+    with pytest.raises(RuntimeError, match="functional_call"):
+        loss.backward()
+
+
+def test_steps_that_are_taken_in_the_backward() -> None:
+    def train(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            stepper = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, stepper=stepper: (stepper.step(), None)[1])
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+        return [value.clone() for value in model.state_dict().values()]
+
+    plain, checkpointed = _model("batch norm and dropout"), _model("batch norm and dropout")
+    _checkpoint(checkpointed, Block)
+    assert _equal(train(plain), train(checkpointed))
 
 
 def test_inputs_that_need_no_gradient_still_give_gradients_to_the_parameters() -> None:
@@ -374,6 +693,42 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+class OwnCopies(Block):
+    """Copies itself, in the way of torch's parametrized modules."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopies:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def __copy__(self) -> OwnCopies:
+        twin = type(self).__new__(type(self))
+        twin.__dict__ = dict(self.__dict__)
+        return twin
+
+
+_PARAMETRIZED = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("original", "make"),
+    [
+        (Block(4, nn.Identity()), copy.copy),
+        (OwnCopies(4, nn.Identity()), copy.copy),
+        (OwnCopies(4, nn.Identity()), copy.deepcopy),
+        (_PARAMETRIZED, copy.deepcopy),  # torch refuses a shallow copy of it
+    ],
+)
+def test_a_copy_by_the_class_s_own_method_is_plain_too(original: nn.Module, make: Callable[[Any], Any]) -> None:
+    module, plain = copy.deepcopy(original), type(original)
+    module.__class__ = recomputed_class(plain)
+    twin = make(module)
+    assert type(twin) is plain
+    assert isinstance(module, Recomputed)
+    assert torch.equal(twin(torch.ones(2, 4)), module(torch.ones(2, 4)))
+
+
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_is_a_plain_model_with_weights_of_its_own(how: str) -> None:
     model = _model("batch norm")
@@ -459,6 +814,22 @@ def test_under_torch_compile(inner: str) -> None:
             loss.backward()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses)
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(plain.buffers(), checkpointed.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("inner", ["nothing", "batch norm"])
+def test_a_block_that_is_compiled_by_itself(inner: str) -> None:
+    plain, checkpointed = _model(inner), _model(inner)
+    for index in (0, 1):
+        checkpointed[index] = torch.compile(checkpointed[index], backend="aot_eager")
+    _checkpoint(checkpointed, Block)
+    x = torch.randn(8, 4)
+    for model in (plain, checkpointed):
+        model(x).square().mean().backward()
     for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     for one, other in zip(plain.buffers(), checkpointed.buffers(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,16 +231,65 @@ class Foreign:
         return self.inner.step(closure)
 
 
-def test_an_optimizer_without_hooks() -> None:
-    class WithForeign(Module):
-        def configure_optimizers(self) -> Any:
-            return Foreign(super().configure_optimizers())
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another without calling ``super().__init__``, as timm's does: it takes hooks, and its step calls none."""
 
-    plugin, module = SpeedkitMixedPrecision("16-mixed", LOW), WithForeign(spoiled=(0, 4))
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.inner = inner
+        self.state, self.param_groups, self.defaults = inner.state, inner.param_groups, inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # torch's own would hook the step after all
+        self.inner.zero_grad(set_to_none)
+
+
+class Inheriting(torch.optim.SGD):
+    """Has a step of its own around torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "torch's": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "torch's, fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "a subclass": lambda parameters: Inheriting(parameters, lr=0.1),
+    "not a torch optimizer": lambda parameters: Foreign(torch.optim.SGD(parameters, lr=0.1)),
+    "one whose step is not hooked": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("spoiled", [(), (0, 4)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_skipped_steps_are_counted_for_every_kind_of_optimizer(kind: str, spoiled: tuple[int, ...]) -> None:
+    class Other(Module):
+        def configure_optimizers(self) -> Any:
+            return OPTIMIZERS[kind](list(self.parameters()))
+
+    plugin, module = SpeedkitMixedPrecision("16-mixed", LOW), Other(spoiled=spoiled)
     _trainer(plugin).fit(module)
-    assert plugin.skipped_steps == 2
+    assert plugin.skipped_steps == len(spoiled)
     assert plugin.scaler is not None
-    assert plugin.scaler.get_scale() == LOW / 4
+    assert plugin.scaler.get_scale() == LOW / 2 ** len(spoiled)
+    if not spoiled:
+        assert _equal(module.losses + _values(module.network), _plain_loop("16-mixed", scale=LOW))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "not a torch optimizer"])
+def test_a_schedule_moves_at_every_step_for_every_kind_of_optimizer(kind: str) -> None:
+    class Other(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = OPTIMIZERS[kind](list(self.parameters()))
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    seen = Rates()
+    _trainer(SpeedkitMixedPrecision("16-mixed", LOW), callbacks=[seen]).fit(Other(spoiled=(1,)))
+    assert seen.rates == [0.1, 0.05, 0.05, 0.025, 0.0125, 0.00625]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -409,12 +459,30 @@ def test_a_copy_of_the_plugin_trains_the_same(make: Any) -> None:
         ({"precision": "16-mixed", "initial_scale": float("nan")}, "must be a positive number"),
         ({"precision": "16-mixed", "initial_scale": float("inf")}, "must be a positive number"),
         ({"precision": "16-mixed", "growth_interval": 0}, "must be a number of steps"),
-        ({"precision": "16-mixed", "growth_interval": 2.5}, "must be a number of steps"),
+        ({"precision": "16-mixed", "initial_scale": -1}, "must be a positive number"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeedkitMixedPrecision(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("initial_scale", "65536"),
+        ("initial_scale", True),
+        ("initial_scale", [1.0]),
+        ("initial_scale", torch.tensor(1.0)),
+        ("growth_interval", "2000"),
+        ("growth_interval", True),
+        ("growth_interval", 2.0),
+        ("growth_interval", 2.5),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.* must be a .*for example.* got {type(value).__name__}"):
+        SpeedkitMixedPrecision("16-mixed", **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class _Number(IntEnum):
         ...,
         int,
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("function", [python_line, python_snippet, yaml_snippet])
 def test_what_is_no_plain_value_is_refused_by_each_alike(function: Any, value: Any) -> None:
