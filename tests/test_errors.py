@@ -9,7 +9,7 @@ from lightning_speedkit import errors
 
 
 def test_the_drawn_tree_is_the_real_one() -> None:
-    drawn = dict(re.findall(r"[├└]── (\w+) +(?:\((\w+)\))?", errors.__doc__ or ""))
+    drawn = dict(re.findall(r"[├└]── (\w+) *(?:\((\w+)\))?", errors.__doc__ or ""))
     real = {name: cls for name, cls in inspect.getmembers(errors, inspect.isclass) if name != "SpeedkitError"}
     assert set(drawn) == set(real) == set(errors.__all__) - {"SpeedkitError"}
     for name, cls in real.items():

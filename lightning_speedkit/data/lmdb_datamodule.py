@@ -105,9 +105,16 @@ class LMDBDataModule(SpeedkitDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Pack the splits that have no store but samples. Two processes do not pack at once: the second waits."""
+        """Pack the splits that have no store but samples. Two processes do not pack at once: the second waits.
+
+        A store that is there is never compared with :meth:`samples`; which ones are used again is logged.
+        """
+        there = [split for split in SPLITS if self.path(split).exists()]
+        if there and type(self).samples is not LMDBDataModule.samples:
+            names = ", ".join(self.path(split).name for split in there)
+            rank_zero_info(f"Using {names} of {self.root} as packed before; delete a store to pack its samples again.")
         for split in SPLITS:
-            if self.path(split).exists():
+            if split in there:
                 continue
             samples = self.samples(split)
             if samples is not None:

@@ -87,16 +87,32 @@ def _highlights(results: DemoResults) -> Highlights:
         Highlight(
             f"{rates[1] / rates[0]:.2f}×",
             "samples per second",
-            f"{format_number(rates[1])}, was {format_number(rates[0])}; test accuracy {_percent(after.test_accuracy)}, "
-            f"was {_percent(before.test_accuracy)}",
+            f"{format_number(rates[1])}, was {format_number(rates[0])}; {_apart(results)}",
         ),
         Highlight(_ms(_data(after)), "waiting for data per step", f"was {_ms(_data(before))}"),
     ]
+    if _disturbance(results) is not None:
+        items = [Highlight("–", "samples per second", f"not comparable in this run; {_apart(results)}")]
     int8 = results.quantization
     if int8.kept:
         told = f"was {_kib(int8.bytes_float)}; test accuracy {_percent(int8.test_accuracy_int8)}"
         items.append(Highlight(_kib(int8.bytes_int8), "model in int8", told))
     return Highlights(items)
+
+
+def _apart(results: DemoResults) -> str:
+    """How far the accuracies of the first and the last training are from each other, in images."""
+    before, after = results.trainings[0].test_accuracy, results.trainings[-1].test_accuracy
+    images = round(abs(after - before) * results.samples["test"])
+    told = f", {images} of {results.samples['test']} images apart" if images else ""
+    return f"test accuracy {_percent(after)} and {_percent(before)}{told}"
+
+
+def _disturbance(results: DemoResults) -> tuple[float, float] | None:
+    """The times per step of one computation in two trainings, if they differ more than they may; the lower one first."""
+    files, _, store, _ = results.trainings
+    low, high = sorted((_compute(files), _compute(store)))
+    return None if results.quick or high <= _DISTURBED * low else (low, high)
 
 
 def _speed(results: DemoResults) -> list[Block]:
@@ -115,14 +131,13 @@ def _warnings(results: DemoResults) -> list[Block]:
     """What takes the meaning from the numbers: a quick run, or a computation that took longer in one training."""
     if results.quick:
         return [_QUICK]
-    files, _, store, _ = results.trainings
-    times = sorted((_compute(files), _compute(store)))
-    if times[1] <= _DISTURBED * times[0]:
+    times = _disturbance(results)
+    if times is None:
         return []
     return [
         Text(
             f"Other work disturbed this run: the same computation took {_ms(times[1])} per step in one training and "
-            f"{_ms(times[0])} in another. Repeat it on a quiet machine before you compare speeds.",
+            f"{_ms(times[0])} in another. Repeat it on a quiet machine before you compare speeds, also those of int8.",
             tone="warning",
         )
     ]

@@ -52,7 +52,8 @@ def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
             f"AccumulationScheduler works with automatic optimization, and {type(pl_module).__name__} sets "
-            "automatic_optimization = False. Remove the callback, and use AccumulationWindow in your training_step."
+            "automatic_optimization = False. Remove the callback, and use AccumulationWindow of "
+            "lightning_speedkit.optimize in your training_step."
         )
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lightning_speedkit", "demo"]
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder with a short path: a DataLoader's workers open sockets in it, whose paths have at most 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sk", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def _environment(temporary: Path) -> dict[str, str]:
-    temporary.mkdir()
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONPATH": path}
 
 
-def test_quick_demo_writes_its_report_and_nothing_else(tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
+def test_quick_demo_writes_its_report_and_nothing_else(tmp_path: Path, temporary: Path) -> None:
     environment, work = _environment(temporary), tmp_path / "work"
     work.mkdir()
     result = subprocess.run(
@@ -45,8 +52,8 @@ def test_quick_demo_writes_its_report_and_nothing_else(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_ctrl_c_while_training_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
-    temporary, out = tmp_path / "temporary", tmp_path / "out"
+def test_ctrl_c_while_training_ends_with_130_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    out = tmp_path / "out"
     environment = _environment(temporary)
     process = subprocess.Popen(
         [*COMMAND, "--out", str(out)],
