@@ -50,7 +50,8 @@ def draw(layers: list[list[str]]) -> str:
             middle = x + width / 2
             small = 11 if len(names) > 4 else 13
             parts += [
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="8" fill="#eef4fb" stroke="#2f6fb3"/>',
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="8" '
+                'fill="#eef4fb" stroke="#2f6fb3"/>',
                 f'<text x="{middle:.1f}" y="{y + 30}" text-anchor="middle" font-size="16" font-weight="600" '
                 f'fill="#123">{html.escape(name)}</text>',
                 f'<text x="{middle:.1f}" y="{y + 53}" text-anchor="middle" font-size="{small}" '

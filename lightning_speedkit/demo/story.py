@@ -109,7 +109,7 @@ def _apart(results: DemoResults) -> str:
 
 
 def _disturbance(results: DemoResults) -> tuple[float, float] | None:
-    """The times per step of one computation in two trainings, if they differ more than they may; the lower one first."""
+    """The times per step of one computation in two trainings if they differ too much; the lower one first."""
     files, _, store, _ = results.trainings
     low, high = sorted((_compute(files), _compute(store)))
     return None if results.quick or high <= _DISTURBED * low else (low, high)
