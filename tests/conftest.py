@@ -1,4 +1,4 @@
-"""Leaves every test as it found the process: folder, environment, random state and torch's global switches."""
+"""Leaves every test as it found the process: folder, environment, presets, random state, torch's switches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import numpy
 import pytest
 import torch
 
+from lightning_speedkit.presets.catalogue import REGISTRY
+
 
 @pytest.fixture(autouse=True)
 def _as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # lightning_logs and the like land here
-    environment = dict(os.environ)
+    environment, known = dict(os.environ), dict(REGISTRY._presets)
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
     yield
     os.environ.clear()
     os.environ.update(environment)
+    REGISTRY._presets.clear()  # a page of the docs registers a preset
+    REGISTRY._presets.update(known)
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
