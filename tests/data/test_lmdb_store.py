@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lightning_speedkit.data import LMDBDataset, lmdb_store, write_lmdb
 from lightning_speedkit.errors import StoreError
 from tests.data.forked import end_of_fork
 
+ROOT = Path(__file__).resolve().parents[2]
 COUNT = 40
 
 
@@ -98,19 +101,19 @@ def test_users_are_counted(path: Path) -> None:
     third.close()
 
 
-def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the child inherits an environment that is in no table, and LMDB refuses to open the file a second time."""
+def fork_while_a_thread_opens(path: str) -> None:
+    """Forks between the opening of an environment and its entry in the table; run in a process of its own."""
     opening, forking = threading.Event(), threading.Event()
     real = lmdb_store.open_engine
 
     def slow(*arguments: Any, **options: Any) -> Any:
         engine = real(*arguments, **options)
-        monkeypatch.setattr(lmdb_store, "open_engine", real)
+        lmdb_store.open_engine = real
         opening.set()
         forking.wait(0.3)  # nobody sets it: the fork has to be under way, and there is no sign of that
         return engine
 
-    monkeypatch.setattr(lmdb_store, "open_engine", slow)
+    lmdb_store.open_engine = slow
     dataset = LMDBDataset(path)
     thread = threading.Thread(target=lambda: dataset[0])
     thread.start()
@@ -118,3 +121,17 @@ def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path, monkeypatch:
     assert end_of_fork(lambda: (LMDBDataset(path)[1], dataset[2])) == "returned"
     thread.join()
     assert dataset[3][1] == 3
+
+
+def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path) -> None:
+    """Else the child inherits an environment that is in no table, and LMDB refuses to open the file a second time.
+
+    In a fresh process and without coverage, whose own locks are not made for a fork beside a running thread.
+    """
+    code = f"from tests.data.test_lmdb_store import fork_while_a_thread_opens as run; run({str(path)!r})"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
