@@ -10,6 +10,10 @@ One wrong argument is a ``ValueError`` or ``TypeError``; a combination that the 
     ├── MissingExtraError       (ImportError)        an optional library is not installed
     ├── FactsError              (ValueError)         a record of a run that this version cannot read
     ├── QuantizationError       (RuntimeError)       a model could not be quantized or checked
+    ├── LoaderError             (RuntimeError)       a sample, a transform or a worker of a loader failed
+    ├── ImageError              (ValueError)         bytes that are not the picture they should be
+    ├── SourceError             (ValueError)         a source of samples that cannot be read
+    ├── StagingError            (OSError)            a store could not be brought to the local disk
     └── StoreError
         ├── StoreNotFoundError  (FileNotFoundError)  nothing at that path
         ├── StoreCorruptError                        empty, truncated, or a checksum that does not match
@@ -25,11 +29,15 @@ __all__ = [
     "EmptyStoreError",
     "FactsError",
     "HardwareNeedError",
+    "ImageError",
+    "LoaderError",
     "MissingExtraError",
     "PresetConflictError",
     "QuantizationError",
     "SampleMismatchError",
+    "SourceError",
     "SpeedkitError",
+    "StagingError",
     "StoreCorruptError",
     "StoreError",
     "StoreNotFoundError",
@@ -74,6 +82,22 @@ class FactsError(SpeedkitError, ValueError):
 
 class QuantizationError(SpeedkitError, RuntimeError):
     """A model could not be quantized, or the quantized model failed its self-check."""
+
+
+class LoaderError(SpeedkitError, RuntimeError):
+    """A loader could not make a batch: a sample, a transform, a collate function or a worker failed."""
+
+
+class ImageError(SpeedkitError, ValueError):
+    """Bytes could not be decoded as the picture that a field says they are."""
+
+
+class SourceError(SpeedkitError, ValueError):
+    """A source of samples cannot be read, or is not what it was taken for."""
+
+
+class StagingError(SpeedkitError, OSError):
+    """A store could not be brought to the local disk."""
 
 
 class StoreError(SpeedkitError):

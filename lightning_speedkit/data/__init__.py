@@ -7,11 +7,13 @@ from lightning_speedkit.data.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.lmdb_pack import write_lmdb
 from lightning_speedkit.data.lmdb_verify import StoreReport, verify_lmdb
 from lightning_speedkit.data.lmdb_writer import LMDBWriter
+from lightning_speedkit.data.loader import RingLoader
 
 __all__ = [
     "LMDBDataModule",
     "LMDBDataset",
     "LMDBWriter",
+    "RingLoader",
     "SpeedkitDataModule",
     "StoreReport",
     "collate_samples",

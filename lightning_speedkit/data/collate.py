@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-__all__ = ["collate_samples"]
+__all__ = ["Empty", "collate_into", "collate_samples"]
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives an uninitialised CPU tensor of a shape and dtype."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
@@ -32,10 +35,15 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     (tensor([[0., 0.],
             [1., 1.]]), tensor([1, 2]), {'weight': tensor([0.5000, 1.5000])})
     """
-    return _collate(samples, "")
+    return _collate(samples, "", None)
 
 
-def _collate(values: Sequence[Any], place: str) -> Any:
+def collate_into(samples: Sequence[Any], empty: Empty) -> Any:
+    """:func:`collate_samples` into memory that ``empty`` gives: it is asked for each stacked tensor."""
+    return _collate(samples, "", empty)
+
+
+def _collate(values: Sequence[Any], place: str, empty: Empty | None) -> Any:
     first = values[0]
     kinds = {_kind(value) for value in values}
     if len(kinds) > 1:
@@ -43,20 +51,20 @@ def _collate(values: Sequence[Any], place: str) -> Any:
         raise TypeError(f"Field {place or 'sample'} holds {' and '.join(names)} in one batch: {_ONE_TYPE}")
     if isinstance(first, Mapping):
         _check_keys(values, place)
-        return {key: _collate([value[key] for value in values], f"{place}[{key!r}]") for key in first}
+        return {key: _collate([value[key] for value in values], f"{place}[{key!r}]", empty) for key in first}
     if isinstance(first, tuple | list):
         if any(len(value) != len(first) for value in values):
             raise ValueError(f"Field {place or 'sample'} has lists of different lengths in one batch: {_PAD}")
-        columns = [_collate([value[i] for value in values], f"{place}[{i}]") for i in range(len(first))]
+        columns = [_collate([value[i] for value in values], f"{place}[{i}]", empty) for i in range(len(first))]
         if isinstance(first, list):
             return columns
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, torch.Tensor):
-        return _stack(list(values), place)
+        return _stack(list(values), place, empty)
     if first is None or isinstance(first, str | bytes):
         return list(values)
     if isinstance(first, np.ndarray | np.generic):
-        return _stack_arrays(values, place)
+        return _stack_arrays(values, place, empty)
     if type(first) in _NUMBERS:
         return _numbers(values, place)
     raise TypeError(
@@ -94,7 +102,7 @@ def _numbers(values: Sequence[Any], place: str) -> torch.Tensor:
     return torch.tensor(values, dtype=_NUMBERS[type(values[0])])
 
 
-def _stack_arrays(values: Sequence[Any], place: str) -> Any:
+def _stack_arrays(values: Sequence[Any], place: str, empty: Empty | None) -> Any:
     dtypes = {value.dtype.newbyteorder("=") for value in values}
     if all(dtype.kind not in "biufc" for dtype in dtypes):
         return list(values)
@@ -104,7 +112,7 @@ def _stack_arrays(values: Sequence[Any], place: str) -> Any:
         tensors = [torch.from_numpy(np.require(value, dtype, ["C", "W"])) for value in values]
     except TypeError as error:
         raise TypeError(f"Field {place or 'sample'} has the NumPy dtype {dtype}, which torch has not.") from error
-    return _stack(tensors, place)
+    return _stack(tensors, place, empty)
 
 
 def _check_one_dtype(dtypes: set[Any], place: str) -> None:
@@ -113,10 +121,19 @@ def _check_one_dtype(dtypes: set[Any], place: str) -> None:
         raise TypeError(f"Field {place or 'sample'} has the dtypes {names} in one batch: {_ONE_TYPE}")
 
 
-def _stack(tensors: list[torch.Tensor], place: str) -> torch.Tensor:
+def _stack(tensors: list[torch.Tensor], place: str, empty: Empty | None) -> torch.Tensor:
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise ValueError(f"Field {place or 'sample'} has the shapes {sorted(shapes)} in one batch: {_PAD}")
     _check_one_dtype({tensor.dtype for tensor in tensors}, place)
+    if empty is not None and all(_is_plain(tensor) for tensor in tensors):
+        out = empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
+        return torch.stack(tensors, out=out)
     batch: torch.Tensor = default_collate(tensors)  # in a worker it stacks into shared memory at once
     return batch
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether stacking is nothing but copying bytes."""
+    strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return strided and not tensor.requires_grad and not tensor.is_quantized and not tensor.is_conj()

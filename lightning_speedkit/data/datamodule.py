@@ -1,16 +1,19 @@
 """A LightningDataModule that needs one method: ``dataset(split)``.
 
-It builds the DataLoaders of all four splits with the settings that usually matter for speed (workers kept alive,
-pinned memory where there is a CUDA device, prefetching), keeps tuples as tuples in a batch, and shuffles by seed and
-epoch alone: the order does not depend on the global random state, is not changed by it, does not change it, and is the
-same again after a resume. In distributed training each rank reads its own part of one global order, whatever the
-Trainer's ``use_distributed_sampler`` says; evaluation is left to the sampler that Lightning puts in.
+It serves all four splits by :class:`RingLoader`, or by torch's DataLoader on request, with the settings that usually
+matter for speed. Shuffling depends on seed and epoch alone: the order does not depend on the global random state, is not
+changed by it, and does not change it. In distributed training each rank reads its own part of one global order, whatever
+the Trainer's ``use_distributed_sampler`` says; in evaluation every sample is read exactly once.
 
-What to know: workers pay off when a sample takes Python work (decoding, augmentation). For plain tensors they can be
-slower than none, because a batch has to travel between processes.
+A run that is resumed from a checkpoint in the middle of an epoch goes on with exactly the samples that are left, also
+with another number of ranks. The position is saved with the DataModule, since what Lightning keeps of a loader is lost
+if ``trainer.estimated_stepping_batches`` is read before training.
 
-Source: Lightning #20249 (the same order in each run), #2857 (shuffling is forced on a distributed sampler),
-pytorch/pytorch#62066 (persistent workers).
+On a CUDA device the next batch is copied while the current one computes, and :meth:`SpeedkitDataModule.device_transform`
+augments whole batches there.
+
+Source: Lightning #20550 (state of loaders), #20249 (the same order in each run), #2857 (shuffling is forced on a
+distributed sampler), #10469 (augmentation on the device); pytorch/pytorch#62066 (persistent workers).
 """
 
 from __future__ import annotations
@@ -22,14 +25,25 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
+from lightning_speedkit.data.batch_random import training_seed
 from lightning_speedkit.data.collate import collate_samples
+from lightning_speedkit.data.device_prefetch import DevicePrefetcher
+from lightning_speedkit.data.device_transform import DeviceTransform
+from lightning_speedkit.data.epoch_order import EpochOrder
+from lightning_speedkit.data.loader import RingLoader
+from lightning_speedkit.data.worker_choice import WORKERS
+from lightning_speedkit.measure.lightning_internals import recount_batches
 
-__all__ = ["SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]
+__all__ = ["LOADERS", "SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]
 
+LOADERS = (*WORKERS, "torch")
 SPLITS = ("train", "val", "test", "predict")
 SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
@@ -50,20 +64,46 @@ class _Collate:
     def __getstate__(self) -> dict[str, Any]:
         alone = copy.copy(self._data)
         alone.trainer = None
+        alone._loaders = {}
+        alone.__dict__.pop("on_after_batch_transfer", None)
         return {"_data": alone}
 
 
+class _TransformOnDevice:
+    """The hook ``on_after_batch_transfer``: the transform, then what the DataModule's class or the module has there."""
+
+    def __init__(self, data: SpeedkitDataModule, transform: DeviceTransform) -> None:
+        self._data = data
+        self._transform = transform
+        self.__code__ = type(self).__call__.__code__  # by which Lightning knows whether a hook is overridden
+
+    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
+        trainer = self._data.trainer
+        if trainer is None:
+            return batch
+        batch = self._transform(batch, training=trainer.training, seed=training_seed(trainer, self._data.seed))
+        own = type(self._data).on_after_batch_transfer
+        if own is not LightningDataModule.on_after_batch_transfer:
+            return own(self._data, batch, dataloader_idx)
+        return trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx)
+
+
 class SpeedkitDataModule(LightningDataModule):
-    """DataLoaders for the datasets that a subclass gives; override :meth:`dataset`.
+    """Loaders for the datasets that a subclass gives; override :meth:`dataset`.
 
     Args:
         batch_size: samples per batch and rank.
-        num_workers: processes that load samples; 0 loads in the training process.
+        loader: who makes the batches: ``"auto"`` (measured for a moment, see :class:`RingLoader`), ``"threads"``,
+            ``"processes"``, ``"inline"``, or ``"torch"`` for torch's DataLoader.
+        num_workers: threads or processes; by default as many as help, with ``"torch"`` none. 0 loads in the training
+            process.
         pin_memory: page-locked batches, which copy faster to a GPU; by default on when the Trainer uses CUDA.
         prefetch_factor: batches that each worker keeps ready.
-        shuffle: a new order of the training samples in each epoch; the other splits are never shuffled.
+        shuffle: a new order of the training samples in each epoch: ``True``, ``"full"``, ``"blocks"`` or ``False``; the
+            other splits are never shuffled.
         drop_last: leave out a last training batch that is smaller than the others.
-        seed: of the order and of the workers' random numbers.
+        remainder: training samples that do not divide by the ranks: ``"pad"`` repeats some, ``"drop"`` leaves some out.
+        seed: of the order and of the random numbers of transforms.
 
     Example::
 
@@ -81,17 +121,33 @@ class SpeedkitDataModule(LightningDataModule):
         self,
         *,
         batch_size: int = 32,
-        num_workers: int = 0,
+        loader: str = "auto",
+        num_workers: int | None = None,
         pin_memory: bool | None = None,
         prefetch_factor: int = 2,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
+        remainder: str = "pad",
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if num_workers == 0 and loader in ("threads", "processes"):
+            raise ValueError(f"loader={loader!r} needs num_workers of 1 or more, or None; 0 means loader='inline'.")
+        choices: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+            ("loader", loader, LOADERS),
+            ("remainder", remainder, ("pad", "drop")),
+            ("shuffle", shuffle, (True, False, "full", "blocks")),
+        )
+        for name, choice, allowed in choices:
+            if type(choice) not in {type(value) for value in allowed}:
+                raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}.")
+            if choice not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}.")
+        if shuffle == "blocks" and loader == "torch":
+            raise ValueError("shuffle='blocks' is not for loader='torch'; use shuffle=True.")
         for name, value, least in (
             ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
+            ("num_workers", 0 if num_workers is None else num_workers, 0),
             ("prefetch_factor", prefetch_factor, 1),
             ("seed", seed, 0),
         ):
@@ -99,17 +155,21 @@ class SpeedkitDataModule(LightningDataModule):
                 raise TypeError(f"{name} must be an int, got {value!r}.")
             if not least <= value < 2**32:
                 raise ValueError(f"{name} must be at least {least} and below 2**32, got {value}.")
-        for name, switch in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
+        for name, switch in (("drop_last", drop_last), ("pin_memory", pin_memory)):
             if not isinstance(switch, bool) and (switch is not None or name != "pin_memory"):
                 allowed = "True, False or None" if name == "pin_memory" else "True or False"
                 raise TypeError(f"{name} must be {allowed}, got {switch!r}.")
         self.batch_size = batch_size
+        self.loader = loader
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.prefetch_factor = prefetch_factor
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.remainder = remainder
         self.seed = seed
+        self._loaders: dict[str, RingLoader] = {}
+        self._position: dict[str, Any] | None = None  # of the training loader, from a checkpoint
 
     def dataset(self, split: str) -> Dataset[Any] | Sequence[Any] | None:
         """The map-style dataset of ``"train"``, ``"val"``, ``"test"`` or ``"predict"``; ``None`` if there is none."""
@@ -119,16 +179,30 @@ class SpeedkitDataModule(LightningDataModule):
         """A list of samples as one batch; by default :func:`~lightning_speedkit.data.collate_samples`."""
         return collate_samples(samples)
 
+    def device_transform(self) -> DeviceTransform | None:
+        """What is done to whole batches on the device, before the module's own ``on_after_batch_transfer``."""
+        return None
+
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> Any:
         dataset = self._served("train")
         if dataset is None:
             raise MisconfigurationException(self._missing("train"))
-        # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves in place.
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, shuffle=self.shuffle, seed=self.seed, **self._shards()
-        )
-        return self._loader(dataset, sampler=sampler, drop_last=self.drop_last)
+        shuffle = self.shuffle
+        if shuffle and self.trainer is not None and getattr(self.trainer, "overfit_batches", 0) > 0:
+            rank_zero_info("overfit_batches: the training samples are not shuffled.")
+            shuffle = False
+        if self.loader == "torch":
+            # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves in place.
+            sampler: DistributedSampler[Any] = DistributedSampler(
+                dataset, shuffle=bool(shuffle), seed=self.seed, drop_last=self.remainder == "drop", **self._shards()
+            )
+            return self._torch_loader(dataset, sampler=sampler, drop_last=self.drop_last)
+        loader = self._ring_loader("train", dataset, shuffle=shuffle, remainder=self.remainder)
+        if self._position is not None:
+            position, self._position = self._position, None
+            loader.load_state_dict(position)
+        return self._on_device(loader)
 
     @override
     def val_dataloader(self) -> Any:
@@ -142,32 +216,115 @@ class SpeedkitDataModule(LightningDataModule):
     def predict_dataloader(self) -> Any:
         return self._evaluation_loader("predict")
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loaders.get("train")
+        return {} if loader is None else {"train": loader.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._position = state_dict.get("train") if self.loader != "torch" else None
+        if self._position is None or self.trainer is None:
+            return
+        # The Trainer counts the batches of the unfinished epoch; another number of ranks makes another count of it.
+        order = EpochOrder(
+            samples=self._position["samples"],
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            remainder=self.remainder,
+            world_size=self._shards()["num_replicas"],
+        )
+        if 0 < self._position["position"] < order.samples:
+            recount_batches(self.trainer, order.steps() - order.steps(self._position["position"]))
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """End the workers."""
+        for loader in self._loaders.values():
+            loader.close()
+
     def _evaluation_loader(self, split: str) -> Any:
         dataset = self._served(split)
         if dataset is not None:
-            return self._loader(dataset)
+            writes = (
+                split == "predict"
+                and self.trainer is not None
+                and any(
+                    isinstance(callback, BasePredictionWriter) for callback in getattr(self.trainer, "callbacks", ())
+                )
+            )  # it wants the indices of each batch, which Lightning finds in its own sampler only
+            if self.loader == "torch" or writes:
+                return self._torch_loader(dataset)
+            return self._on_device(self._ring_loader(split, dataset, shuffle=False, remainder="exact"))
         stage = None if self.trainer is None else self.trainer.state.fn
         if stage is not None and SPLIT_OF_STAGE.get(stage.value) == split:
             raise MisconfigurationException(self._missing(split))
         return NoSuchSplit()
 
-    def _loader(
+    def _ring_loader(self, split: str, dataset: Any, *, shuffle: bool | str, remainder: str) -> RingLoader:
+        before = self._loaders.pop(split, None)
+        if before is not None:
+            before.close()
+        shards = self._shards()
+        loader = self._loaders[split] = RingLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=split == "train" and self.drop_last,
+            remainder=remainder,
+            rank=shards["rank"],
+            world_size=shards["num_replicas"],
+            workers=self.loader,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            collate=self._collate_fn(),
+            pin_memory=self._pins(),
+        )
+        return loader
+
+    def _torch_loader(
         self, dataset: Any, *, sampler: DistributedSampler[Any] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
-        pin_memory = self.pin_memory
-        if pin_memory is None:
-            pin_memory = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        workers = self.num_workers or 0
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
             sampler=sampler,
-            num_workers=self.num_workers,
+            num_workers=workers,
             collate_fn=self._collate_fn(),
-            pin_memory=pin_memory,
+            pin_memory=self._pins(),
             drop_last=drop_last,
             generator=self._random_numbers(),
-            persistent_workers=self.num_workers > 0,
-            prefetch_factor=self.prefetch_factor if self.num_workers > 0 else None,
+            persistent_workers=workers > 0,
+            prefetch_factor=self.prefetch_factor if workers > 0 else None,
+        )
+
+    def _pins(self) -> bool:
+        if self.pin_memory is not None:
+            return self.pin_memory
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    def _on_device(self, loader: RingLoader) -> Any:
+        """The loader as the Trainer gets it: ahead on a CUDA device, and with the transform of whole batches."""
+        transform = self.device_transform()
+        # Only then, since a hook of the DataModule takes the place of the module's.
+        if transform is None:
+            self.__dict__.pop("on_after_batch_transfer", None)
+        else:
+            self.on_after_batch_transfer = _TransformOnDevice(self, transform)  # type: ignore[method-assign]
+        device = None if self.trainer is None else self.trainer.strategy.root_device
+        if device is None or device.type != "cuda" or self._touches_transfer():
+            return loader
+        return DevicePrefetcher(loader, device)
+
+    def _touches_transfer(self) -> bool:
+        """Whether somebody wants to see batches on their way to the device."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return any(
+            owner is not None and is_overridden(hook, owner, kind)
+            for hook in ("on_before_batch_transfer", "transfer_batch_to_device")
+            for owner, kind in ((self, LightningDataModule), (module, LightningModule))
         )
 
     def _collate_fn(self) -> Callable[[Sequence[Any]], Any]:

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
@@ -28,6 +28,9 @@ from lightning_speedkit.data.lmdb_pack import write_lmdb
 from lightning_speedkit.data.write_lock import exclusive_lock
 from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
 
+if TYPE_CHECKING:
+    from lightning_speedkit.data.image_field import ImageField
+
 __all__ = ["LMDBDataModule"]
 
 
@@ -37,13 +40,8 @@ class LMDBDataModule(SpeedkitDataModule):
     Args:
         root: the folder with the stores, ``~`` for the home folder; made by ``prepare_data`` if there are samples to
             pack.
-        batch_size: samples per batch and rank.
-        num_workers: processes that load samples; 0 loads in the training process.
-        pin_memory: page-locked batches, which copy faster to a GPU; by default on when the Trainer uses CUDA.
-        prefetch_factor: batches that each worker keeps ready.
-        shuffle: a new order of the training samples in each epoch; the other splits are never shuffled.
-        drop_last: leave out a last training batch that is smaller than the others.
-        seed: of the order and of the workers' random numbers.
+        batch_size, loader, num_workers, pin_memory, prefetch_factor, shuffle, drop_last, remainder, seed: see
+            :class:`SpeedkitDataModule`.
 
     Example::
 
@@ -63,20 +61,24 @@ class LMDBDataModule(SpeedkitDataModule):
         root: str | Path,
         *,
         batch_size: int = 32,
-        num_workers: int = 0,
+        loader: str = "auto",
+        num_workers: int | None = None,
         pin_memory: bool | None = None,
         prefetch_factor: int = 2,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
+        remainder: str = "pad",
         seed: int = 0,
     ) -> None:
         super().__init__(
             batch_size=batch_size,
+            loader=loader,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
             shuffle=shuffle,
             drop_last=drop_last,
+            remainder=remainder,
             seed=seed,
         )
         self.root = Path(root).expanduser().absolute()
@@ -94,6 +96,10 @@ class LMDBDataModule(SpeedkitDataModule):
         """What is applied to each sample of a split when it is read, such as augmentation for ``"train"``."""
         return None
 
+    def fields(self, split: str) -> Mapping[str | int, ImageField] | None:
+        """Which fields of a split are encoded pictures, and how they are decoded, see :class:`LMDBDataset`."""
+        return None
+
     def path(self, split: str) -> Path:
         """The file of a split."""
         return self.root / f"{split}.lmdb"
@@ -101,7 +107,7 @@ class LMDBDataModule(SpeedkitDataModule):
     @override
     def dataset(self, split: str) -> LMDBDataset | None:
         path = self.path(split)
-        return LMDBDataset(path, self.transform(split)) if path.exists() else None
+        return LMDBDataset(path, self.transform(split), self.fields(split)) if path.exists() else None
 
     @override
     def prepare_data(self) -> None:

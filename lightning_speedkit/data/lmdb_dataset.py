@@ -15,17 +15,26 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_speedkit.data.leaf_codec import Leaf
 from lightning_speedkit.data.lmdb_format import open_for_reading, read_seal
 from lightning_speedkit.data.lmdb_store import OpenStore, open_store, table_lock
+from lightning_speedkit.data.sample_codec import Branch, Schema
 from lightning_speedkit.errors import StoreCorruptError
 
-__all__ = ["LMDBDataset"]
+if TYPE_CHECKING:
+    from lightning_speedkit.data.image_field import ImageField
+
+__all__ = ["LMDBDataset", "sample_rng"]
 
 
 class LMDBDataset(Dataset[Any]):
@@ -37,6 +46,7 @@ class LMDBDataset(Dataset[Any]):
     Args:
         path: a file that :func:`write_lmdb` or :class:`LMDBWriter` has written.
         transform: called with each sample; what it returns is handed out. It must be picklable if workers are spawned.
+        fields: by key or position in the sample, how an encoded picture (``bytes``) is decoded, see :class:`ImageField`.
 
     Raises:
         StoreNotFoundError: there is no file at that path.
@@ -54,10 +64,15 @@ class LMDBDataset(Dataset[Any]):
         (10, (9, '9'), [(2, '2'), (0, '0')])
     """
 
-    def __init__(self, path: str | os.PathLike[str], transform: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        fields: Mapping[str | int, ImageField] | None = None,
+    ) -> None:
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be callable or None, got {transform!r}.")
-        self.path = Path(path).absolute()
+        self.path = Path(path).expanduser().absolute()
         self.transform = transform
         file = open_for_reading(self.path)
         try:
@@ -65,22 +80,44 @@ class LMDBDataset(Dataset[Any]):
         finally:
             os.close(file)
         self._length = seal.samples
-        self._fingerprint = seal.fingerprint
+        self.fingerprint = seal.fingerprint
         self._store: OpenStore | None = None
         self._release: weakref.finalize[Any, Any] | None = None
+        self._fields: dict[int, ImageField] = {}
+        if fields:
+            self._fields = _by_leaf(self._opened().index.schema, fields, self.path)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+    def sample(self, index: int, *, seed: Sequence[int] | None = None) -> Any:
+        """A sample; what is random in its fields depends on ``seed`` and the index, or on torch's random state."""
         store = self._opened()
         store.check_unchanged()
-        sample = store.read(self._position(index))
+        position = self._position(index)
+        sample = store.read(position)
+        if self._fields:
+            sample = self._decoded(sample, store.index.schema.root, count(), position, seed)
         return sample if self.transform is None else self.transform(sample)
+
+    def leaf_fields(self) -> dict[int, ImageField]:
+        """The fields that decode, by the number of their leaf in the schema."""
+        return dict(self._fields)
+
+    def block_firsts(self) -> NDArray[np.int64]:
+        """The first sample of each block of the store."""
+        return self._opened().index.block_firsts()
+
+    def where(self, index: int) -> str:
+        """Where a sample lies, for a person who looks for it."""
+        return f"block {self._opened().index.place(self._position(index))[0]} of {self.path}"
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch; torch's DataLoader calls this."""
-        if type(self).__getitem__ is not LMDBDataset.__getitem__:
+        if type(self).__getitem__ is not LMDBDataset.__getitem__ or self._fields:
             return [self[index] for index in indices]  # a subclass has its own, which must not be left out
         store = self._opened()
         store.check_unchanged()
@@ -98,6 +135,24 @@ class LMDBDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"LMDBDataset({str(self.path)!r}, {self._length} samples)"
+
+    def _decoded(
+        self, value: Any, node: Branch | Leaf, leaf: Iterator[int], index: int, seed: Sequence[int] | None
+    ) -> Any:
+        if isinstance(node, Leaf):
+            number = next(leaf)
+            field = self._fields.get(number)
+            if field is None:
+                return value
+            if not field.random:
+                return field(value)
+            key = (int(torch.randint(2**63 - 1, ())),) if seed is None else tuple(seed)
+            return field(value, sample_rng(*key, index, number))
+        keys = node.keys if node.kind == "dict" else range(len(node.items))
+        items = [self._decoded(value[key], item, leaf, index, seed) for key, item in zip(keys, node.items, strict=True)]
+        if node.kind == "dict":
+            return dict(zip(keys, items, strict=True))
+        return tuple(items) if node.kind == "tuple" else items
 
     def _position(self, index: int) -> int:
         try:
@@ -122,7 +177,7 @@ class LMDBDataset(Dataset[Any]):
         if self._release is not None:
             self._release.detach()  # inherited by a fork: the parent still uses it
         store = open_store(self.path)
-        if store.seal.fingerprint != self._fingerprint:
+        if store.seal.fingerprint != self.fingerprint:
             store.close()
             raise StoreCorruptError(
                 f"{self.path} is another store than this dataset was made for: the file was replaced since. Make a new "
@@ -130,3 +185,26 @@ class LMDBDataset(Dataset[Any]):
             )
         self._release, self._store = weakref.finalize(self, store.close), store
         return store
+
+
+def sample_rng(*key: int) -> np.random.Generator:
+    """The random numbers of one sample, a pure function of the key."""
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
+
+
+def _by_leaf(schema: Schema, fields: Mapping[str | int, ImageField], path: Path) -> dict[int, ImageField]:
+    places = {place: (number, leaf) for number, (place, leaf) in enumerate(schema.leaves())}
+    found = {}
+    for key, field in fields.items():
+        place = key if key in places else f"[{key!r}]"
+        if place not in places:
+            near = ", ".join(place or "''" for place, (_, leaf) in places.items() if leaf.kind == "bytes")
+            raise ValueError(f"{path} has no field {key!r}. Fields of encoded bytes: {near or 'none'}.")
+        number, leaf = places[place]
+        if leaf.kind != "bytes":
+            raise TypeError(
+                f"Field {key!r} of {path} holds {leaf.kind} {leaf.dtype}".rstrip() + ", not the encoded bytes of a "
+                "picture: leave it out of fields, or pack the image files as bytes."
+            )
+        found[number] = field
+    return found

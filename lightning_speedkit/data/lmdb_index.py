@@ -8,6 +8,7 @@ of each block, the start of each sample in its block, and the shapes of the fiel
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,36 @@ class StoreIndex:
             return block, position * self._stride
         block = int(np.searchsorted(self._arrays["block_first", -1], sample, side="right")) - 1
         return block, int(self._arrays["sample_start", -1][sample])
+
+    def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """:meth:`place` of many samples at once: their blocks and their starts there."""
+        if self._sample_bytes is not None:
+            blocks, positions = np.divmod(samples, self._per_block)
+            return blocks, positions * self._stride
+        blocks = np.searchsorted(self._arrays["block_first", -1], samples, side="right").astype(np.int64) - 1
+        return blocks, self._arrays["sample_start", -1][samples].astype(np.int64)
+
+    def shape_of_all(self, leaf: int) -> Shape | None:
+        """The shape of a field if all samples have the same, otherwise ``None``."""
+        return self._shapes[leaf]
+
+    def sizes(self, leaf: int, samples: NDArray[np.int64], item_bytes: int) -> NDArray[np.int64]:
+        """The bytes of a field in each of these samples."""
+        shape = self._shapes[leaf]
+        if shape is not None:
+            return np.full(len(samples), item_bytes * math.prod(shape), dtype=np.int64)
+        rows = self._arrays["shape", leaf][samples].astype(np.int64)
+        ranks = self._arrays.get(("rank", leaf))
+        if ranks is not None:  # what lies behind the rank counts as 1
+            rows[np.arange(rows.shape[1]) >= ranks[samples].astype(np.int64)[:, None]] = 1
+        sizes: NDArray[np.int64] = rows.prod(axis=1) * item_bytes
+        return sizes
+
+    def block_firsts(self) -> NDArray[np.int64]:
+        """The first sample of each block."""
+        if self._sample_bytes is not None:
+            return np.arange(self.blocks, dtype=np.int64) * self._per_block
+        return self._arrays["block_first", -1].astype(np.int64)
 
     def shapes(self, sample: int) -> tuple[Shape, ...]:
         """The shape of each field of a sample."""
