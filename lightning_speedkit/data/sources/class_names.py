@@ -1,0 +1,78 @@
+"""The names of the classes of a store, in a small file beside it.
+
+``train.lmdb`` has them in ``train.classes.json``, with the fingerprint of the store that they belong to, so that the
+names of a store that has been replaced meanwhile are not taken for those of the new one. The class with the number
+``i`` of a sample is the name at ``i``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_speedkit.data.lmdb_format import open_for_reading, read_seal
+from lightning_speedkit.errors import SourceError
+
+__all__ = ["classes_path", "read_classes", "write_classes"]
+
+
+def classes_path(store: str | os.PathLike[str]) -> Path:
+    """Where the names of the classes of a store lie.
+
+    >>> str(classes_path("data/train.lmdb"))
+    'data/train.classes.json'
+    """
+    path = Path(store)
+    return path.with_name(path.name.removesuffix(".lmdb") + ".classes.json")
+
+
+def read_classes(store: str | os.PathLike[str]) -> tuple[str, ...] | None:
+    """The names of the classes by their number, or ``None`` if the store has none.
+
+    Raises:
+        SourceError: the file with the names is damaged, or belongs to another store than the one that is there.
+        StoreNotFoundError: there is no store.
+    """
+    path = classes_path(store)
+    fingerprint = _fingerprint(Path(store))
+    try:
+        content = json.loads(path.read_bytes())
+        classes, written_for = tuple(map(str, content["classes"])), content["fingerprint"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{path} does not hold the names of classes: {error!r}. Pack the store again.") from error
+    if written_for != fingerprint:
+        raise SourceError(
+            f"{path} belongs to another store than {store}, which was replaced since. Remove it, or pack the store "
+            f"again."
+        )
+    return classes
+
+
+def write_classes(store: str | os.PathLike[str], classes: Sequence[str]) -> None:
+    """Put the names beside a finished store, at once; without any names, remove those of an older store."""
+    path = classes_path(store)
+    if not classes:
+        path.unlink(missing_ok=True)
+        return
+    content = {"fingerprint": _fingerprint(Path(store)), "classes": list(classes)}
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="ascii") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fingerprint(store: Path) -> str:
+    file = open_for_reading(store)
+    try:
+        return read_seal(file, store).fingerprint.hex()
+    finally:
+        os.close(file)

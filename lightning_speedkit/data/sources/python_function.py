@@ -1,0 +1,100 @@
+"""``module:function``: samples that a function of the user yields.
+
+The function is called without arguments for each pass, and returns an iterable of samples or a map-style dataset. It is
+read by one thread, in order. A function whose own work is slow can be spread over processes by itself: let it return a
+``torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=8)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning_speedkit.data.sources.source import Item, Source, held_item
+from lightning_speedkit.errors import SourceError, SpeedkitError
+
+__all__ = ["PythonFunction", "is_python_name"]
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_python_name(text: str) -> bool:
+    """Whether a text has the form ``module:function``.
+
+    >>> is_python_name("my.data:training"), is_python_name("my/data.csv")
+    (True, False)
+    """
+    return _NAME.fullmatch(text) is not None
+
+
+class PythonFunction(Source):
+    """The samples of ``module:function``, or of an iterable or dataset of that name.
+
+    Raises:
+        SourceError: no such module or name, or what is found there gives no samples.
+    """
+
+    format = "python"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        module_name, _, attribute = name.partition(":")
+        if not is_python_name(name):
+            raise SourceError(f"{name!r} is not of the form module:function, such as my_data:training_samples.")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise SourceError(f"{name}: there is no module {error.name!r} on the path of Python.") from error
+        except Exception as error:
+            raise SourceError(f"{name}: importing {module_name} raised {type(error).__name__}: {error}.") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise SourceError(f"{name}: {module_name} has no {attribute!r}.")
+            found = getattr(found, part)
+        self._found = found
+        self._samples: Any = None
+
+    def __len__(self) -> int:
+        if self._samples is None:
+            self._samples = self._made()
+        return len(self._samples)
+
+    def items(self) -> Iterator[Item]:
+        """One item per sample."""
+        samples, self._samples = (self._made() if self._samples is None else self._samples), None
+        try:
+            for number, sample in enumerate(_iterated(samples)):
+                yield held_item(f"{self.name} sample {number}", sample)
+        except (SpeedkitError, MemoryError):
+            raise
+        except Exception as error:
+            raise SourceError(f"{self.name} raised {type(error).__name__} while it gave samples: {error}.") from error
+
+    def _made(self) -> Any:
+        try:
+            made = self._found() if callable(self._found) and not _gives_samples(self._found) else self._found
+        except SpeedkitError:
+            raise
+        except Exception as error:
+            raise SourceError(f"{self.name} raised {type(error).__name__}: {error}.") from error
+        if not _gives_samples(made):
+            raise SourceError(
+                f"{self.name} gave a {type(made).__name__}: it must give an iterable of samples, or a dataset with "
+                f"__len__ and __getitem__."
+            )
+        return made
+
+
+def _gives_samples(value: Any) -> bool:
+    if isinstance(value, type | str | bytes | Mapping):
+        return False
+    kind = type(value)
+    return isinstance(value, Iterable) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+
+
+def _iterated(samples: Any) -> Iterator[Any]:
+    if isinstance(samples, Iterable):
+        return iter(samples)
+    return (samples[i] for i in range(len(samples)))  # a map-style dataset may not end by IndexError

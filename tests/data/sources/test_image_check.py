@@ -1,0 +1,69 @@
+"""Whole and broken pictures of every kind."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from lightning_speedkit.data.sources.image_check import check_image, image_kind
+from lightning_speedkit.errors import SourceError
+from tests.data.sources.pictures import encoded, picture
+
+KINDS = ("JPEG", "PNG", "WebP")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "GIF", "BMP", "TIFF", "PPM"])
+def test_the_kind_is_that_which_pillow_wrote(kind: str) -> None:
+    data = encoded(picture(0), kind)
+    assert image_kind(data) == {"PPM": "PNM"}.get(kind, kind)
+    assert image_kind(data[:1]) == ""
+
+
+def test_text_is_no_picture() -> None:
+    assert [image_kind(text) for text in (b"", b"BMW and others, a list of cars", b"RIFF....WAVE", b"P7x")] == [""] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", ["quick", "full"])
+def test_whole_pictures_pass_and_every_cut_is_found(kind: str, check: str) -> None:
+    data = encoded(picture(1, (40, 30)), kind)
+    check_image(data, "a", check)
+    check_image(data + b"trailing bytes", "a", check)
+    for size in (0, 1, 5, 20, len(data) // 2, len(data) - 20, len(data) - 1):
+        with pytest.raises(SourceError, match=r"^folder/a: "):
+            check_image(data[:size], "folder/a", check)
+        check_image(data[:size], "folder/a", "none")
+
+
+def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture() -> None:
+    thumbnail = encoded(picture(2))
+    data = encoded(picture(1, (40, 30)))
+    segment = b"\xff\xe1" + (len(thumbnail) + 2).to_bytes(2, "big") + thumbnail
+    with_thumbnail = data[:2] + segment + data[2:]
+    check_image(with_thumbnail, "a", "full")
+    with pytest.raises(SourceError, match="cut short"):
+        check_image(with_thumbnail[:-200], "a", "quick")
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_progressive_grey_and_cmyk_jpeg_pass(mode: str) -> None:
+    import io
+
+    file = io.BytesIO()
+    picture(3, (64, 64), mode).save(file, "JPEG", progressive=True, restart_marker_rows=1)
+    check_image(file.getvalue(), "a", "quick")
+
+
+def test_damage_in_the_middle_is_found_by_a_full_check_of_png() -> None:
+    data = bytearray(encoded(Image.effect_noise((64, 64), 80), "PNG"))
+    data[len(data) // 2] ^= 0xFF
+    check_image(bytes(data), "a", "quick")
+    with pytest.raises(SourceError, match="cannot be decoded"):
+        check_image(bytes(data), "a", "full")
+
+
+def test_other_kinds_are_named_with_the_way_out() -> None:
+    with pytest.raises(SourceError, match="a BMP; JPEG, PNG and WebP are stored as they are, --encode"):
+        check_image(encoded(picture(0), "BMP"), "a", "quick")
+    with pytest.raises(SourceError, match=r"begins with b'<html>"):
+        check_image(b"<html>404", "a", "quick")
