@@ -14,13 +14,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from lightning_speedkit.cli import demo, presets, verify
+from lightning_speedkit.cli import data, demo, pack, presets, verify
 from lightning_speedkit.errors import SpeedkitError
 from lightning_speedkit.version import __version__
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = (demo, presets, verify)
+_SUBCOMMANDS = (demo, presets, pack, verify, data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

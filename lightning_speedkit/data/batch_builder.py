@@ -34,7 +34,7 @@ from lightning_speedkit.data.sample_codec import Branch
 from lightning_speedkit.data.store_window import StoreWindow
 from lightning_speedkit.errors import LoaderError, SpeedkitError
 
-__all__ = ["BatchBuilder", "BatchTask", "SampleBatches", "StoreBatches", "builder_for", "seeded"]
+__all__ = ["BatchBuilder", "BatchTask", "SampleBatches", "StoreBatches", "builder_for", "listed", "seeded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,37 @@ class _Column:
         return 0 if self.dtype is None else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+class _Copy:
+    """One field of all rows of a batch, from the map into a slot."""
+
+    __slots__ = ("_index_bits", "_matrix", "_out", "_rows", "_start")
+
+    def __init__(self, matrix: torch.Tensor, start: int, width: int, out: torch.Tensor, stored: torch.dtype) -> None:
+        self._matrix = matrix
+        self._start = start
+        self._index_bits = width.bit_length() - 1
+        self._out = None if out.dtype is stored else (out, stored)  # float has 64 bits in a store and 32 in a batch
+        self._rows = _as_rows(out, len(out)).view(matrix.dtype) if self._out is None else None
+
+    def into(self, places: Integers) -> None:
+        """Copy the rows of the samples at these places."""
+        index = torch.from_numpy((places + self._start) >> self._index_bits)
+        if self._out is None:
+            torch.index_select(self._matrix, 0, index, out=self._rows)
+            return
+        out, stored = self._out
+        out.copy_(torch.index_select(self._matrix, 0, index).view(stored).view(out.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The copies of a batch, and the tree that describes it."""
+
+    copies: tuple[_Copy, ...]
+    tree: Any
+    wanted_bytes: int
+
+
 class StoreBatches:
     """Batches gathered from the map of a store.
 
@@ -98,6 +129,14 @@ class StoreBatches:
         self.window = window
         self._columns = tuple(columns)
         self._items = [column.leaf.item_bytes for column in columns]
+        # samples of one size that become tensors alone: every batch of a slot is made by the same copies
+        self._plain = window.index.meta["sample_bytes"] is not None and all(
+            column.field is None and column.dtype is not None for column in columns
+        )
+        self._plans: dict[tuple[int, int], _Plan] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_plans": {}}
 
     @property
     def decodes(self) -> bool:
@@ -111,14 +150,40 @@ class StoreBatches:
     def build(self, task: BatchTask, memory: NDArray[np.uint8] | None, randomness: str) -> tuple[Any, int]:
         self.window.check_unchanged()
         samples = task.samples
-        arena = Arena(memory)
         places = self.window.places(samples)
+        plan = self._plan(memory, len(samples)) if self._plain and memory is not None else None
+        if plan is not None:
+            for copy in plan.copies:
+                copy.into(places)
+            return plan.tree, plan.wanted_bytes
+        arena = Arena(memory)
         leaves = []
         for column, item_bytes in zip(self._columns, self._items, strict=True):
             sizes = self.window.index.sizes(column.number, samples, item_bytes)
             leaves.append(self._leaf(column, task, places, sizes, arena))
             places = places + sizes
         return _assembled(self.window.index.schema.root, iter(leaves)), arena.wanted_bytes
+
+    def _plan(self, memory: NDArray[np.uint8], count: int) -> _Plan | None:
+        """Where everything goes in a batch of that size in that slot, worked out the first time."""
+        key = memory.ctypes.data, count
+        plan = self._plans.get(key)
+        if plan is not None or self.slot_bytes(count) > len(memory):
+            return plan
+        arena, copies, leaves, start = Arena(memory), [], [], 0
+        for column in self._columns:
+            assert column.dtype is not None
+            assert column.stored is not None
+            out = arena.empty((count, *column.shape), column.dtype)
+            leaves.append(arena.placed(out))
+            row_bytes = int(np.prod(column.shape, dtype=np.int64)) * column.stored.itemsize
+            if row_bytes:
+                width = self.window.width_of(start, row_bytes)
+                copies.append(_Copy(self.window.rows(row_bytes, width), start, width, out, column.stored))
+            start += row_bytes
+        tree = _assembled(self.window.index.schema.root, iter(leaves))
+        plan = self._plans[key] = _Plan(tuple(copies), tree, arena.wanted_bytes)
+        return plan
 
     def _leaf(self, column: _Column, task: BatchTask, places: Integers, sizes: Integers, arena: Arena) -> Any:
         count = len(places)
@@ -149,10 +214,8 @@ class StoreBatches:
             try:
                 field.decode_into(data[start : start + size].data, rows[row], rng)
             except Exception as error:
-                block = self.window.index.place(sample)[0]
-                raise LoaderError(
-                    f"Field {column.place or 'sample'} of sample {sample} (block {block} of {self.window.path}): {error}"
-                ) from error
+                where = f"block {self.window.index.place(sample)[0]} of {self.window.path}"
+                raise LoaderError(f"Field {column.place or 'sample'} of sample {sample} ({where}): {error}") from error
         placed = arena.placed(out)
         return out.movedim(-1, 1) if placed is None else placed._replace(channels_last=True)
 
@@ -180,7 +243,7 @@ class SampleBatches:
             except SpeedkitError:
                 raise
             except Exception as error:
-                raise LoaderError(f"collate failed for the samples {_listed(task.samples)}: {_told(error)}") from error
+                raise LoaderError(f"collate failed for the samples {listed(task.samples)}: {_told(error)}") from error
         return (batch if memory is None else stow(batch, arena)), arena.wanted_bytes
 
     def _samples(self, task: BatchTask) -> list[Any]:
@@ -195,7 +258,7 @@ class SampleBatches:
                 raise
             except Exception as error:
                 raise LoaderError(
-                    f"{type(dataset).__name__}.__getitems__ failed for the samples {_listed(task.samples)}: "
+                    f"{type(dataset).__name__}.__getitems__ failed for the samples {listed(task.samples)}: "
                     f"{_told(error)}"
                 ) from error
             if len(samples) != len(indices):
@@ -279,7 +342,8 @@ def _as_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return tensor.view(torch.uint8).view(count, -1) if tensor.dim() > 1 else tensor.view(count, 1).view(torch.uint8)
 
 
-def _listed(samples: Integers) -> str:
+def listed(samples: Integers) -> str:
+    """The first few of these numbers, as text for an error."""
     shown = ", ".join(map(str, itertools.islice(samples.tolist(), 8)))
     return f"{shown}, ... ({len(samples)})" if len(samples) > 8 else shown
 

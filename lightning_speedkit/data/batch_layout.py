@@ -7,7 +7,9 @@ they are. What does not fit the buffer, or is no tensor, stays in the tree as it
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_speedkit.data.ring import ALIGNMENT, bytes_as_tensor
+from lightning_speedkit.data.ring import ALIGNMENT, tensor_at
 
-__all__ = ["Arena", "Placed", "restore", "stow", "walk"]
+__all__ = ["Arena", "Placed", "pickled", "restore", "stow", "walk"]
 
 
 class Placed(NamedTuple):
@@ -55,25 +57,28 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         self._next = start + -(-size // ALIGNMENT) * ALIGNMENT
         part = self._memory[start : start + size]
-        tensor = bytes_as_tensor(part, part).view(dtype).view(shape)
+        tensor = tensor_at(part.ctypes.data, shape, dtype, part)
         self._places[tensor.data_ptr()] = Placed(start, dtype, shape)
         return tensor
 
     def placed(self, tensor: torch.Tensor) -> Placed | None:
         """Where a tensor lies, if it is, whole, one that :meth:`empty` gave."""
-        place = self._places.get(tensor.data_ptr()) if tensor.numel() else None
+        if not tensor.numel():
+            return None if self._memory is None else Placed(0, tensor.dtype, tuple(tensor.shape))
+        place = self._places.get(tensor.data_ptr())
         whole = place is not None and (place.dtype, place.shape) == (tensor.dtype, tuple(tensor.shape))
         return place if whole and tensor.is_contiguous() and not tensor.requires_grad else None
 
 
 def stow(batch: Any, arena: Arena) -> Any:
-    """The batch with its tensors placed in the arena's buffer; those that lie elsewhere are copied there if they fit."""
+    """The batch with its tensors placed in the arena's buffer; what lies elsewhere is copied there if it fits."""
 
     def place(tensor: torch.Tensor) -> Any:
+        if not _is_plain(tensor):
+            return tensor
         found = arena.placed(tensor)
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
-        if found is not None or not plain or tensor.device.type != "cpu" or tensor.is_quantized:
-            return tensor if found is None else found
+        if found is not None:
+            return found
         copy = arena.empty(tuple(tensor.shape), tensor.dtype)
         found = arena.placed(copy)
         if found is None or not tensor.is_contiguous():  # its own strides are part of the batch
@@ -86,14 +91,45 @@ def stow(batch: Any, arena: Arena) -> Any:
 
 def restore(batch: Any, memory: NDArray[np.uint8], owner: Any) -> Any:
     """The batch with tensors over the memory, which keep ``owner`` alive; each has a storage of its own size."""
+    address = memory.ctypes.data
 
     def tensor(placed: Placed) -> torch.Tensor:
-        size = math.prod(placed.shape) * placed.dtype.itemsize
-        flat = bytes_as_tensor(memory[placed.start : placed.start + size], owner)
-        shaped = flat.view(placed.dtype).view(placed.shape)
-        return shaped.movedim(-1, 1) if placed.channels_last else shaped
+        if 0 in placed.shape:
+            return torch.empty(placed.shape, dtype=placed.dtype)
+        found = tensor_at(address + placed.start, placed.shape, placed.dtype, owner)
+        return found.movedim(-1, 1) if placed.channels_last else found
 
     return walk(batch, Placed, tensor)
+
+
+def pickled(tree: Any) -> bytes:
+    """A tree as bytes for ``pickle.loads``, whatever dtype the tensors have that are still in it.
+
+    By itself torch cannot load the newer ones again that plain pickle has written, such as uint16 and float8.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(tree)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.is_conj() or value.is_neg():
+            return NotImplemented
+        if not value.is_contiguous():
+            return NotImplemented
+        return _tensor_of, (value.view(-1).view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).view(shape)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but its bytes and shape."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
 
 
 def walk(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -1,16 +1,16 @@
 """A LightningDataModule that needs one method: ``dataset(split)``.
 
 It serves all four splits by :class:`RingLoader`, or by torch's DataLoader on request, with the settings that usually
-matter for speed. Shuffling depends on seed and epoch alone: the order does not depend on the global random state, is not
-changed by it, and does not change it. In distributed training each rank reads its own part of one global order, whatever
-the Trainer's ``use_distributed_sampler`` says; in evaluation every sample is read exactly once.
+matter for speed. Shuffling depends on seed and epoch alone: the order does not depend on the global random state, is
+not changed by it, and does not change it. In distributed training each rank reads its own part of one global order,
+whatever the Trainer's ``use_distributed_sampler`` says; in evaluation every sample is read exactly once.
 
 A run that is resumed from a checkpoint in the middle of an epoch goes on with exactly the samples that are left, also
 with another number of ranks. The position is saved with the DataModule, since what Lightning keeps of a loader is lost
 if ``trainer.estimated_stepping_batches`` is read before training.
 
-On a CUDA device the next batch is copied while the current one computes, and :meth:`SpeedkitDataModule.device_transform`
-augments whole batches there.
+On a CUDA device the next batch is copied while the current one computes, and
+:meth:`SpeedkitDataModule.device_transform` augments whole batches there.
 
 Source: Lightning #20550 (state of loaders), #20249 (the same order in each run), #2857 (shuffling is forced on a
 distributed sampler), #10469 (augmentation on the device); pytorch/pytorch#62066 (persistent workers).
@@ -64,7 +64,7 @@ class _Collate:
     def __getstate__(self) -> dict[str, Any]:
         alone = copy.copy(self._data)
         alone.trainer = None
-        alone._loaders = {}
+        alone._loaders, alone._training = {}, None
         alone.__dict__.pop("on_after_batch_transfer", None)
         return {"_data": alone}
 
@@ -169,6 +169,7 @@ class SpeedkitDataModule(LightningDataModule):
         self.remainder = remainder
         self.seed = seed
         self._loaders: dict[str, RingLoader] = {}
+        self._training: Any = None  # the training loader as the Trainer has it
         self._position: dict[str, Any] | None = None  # of the training loader, from a checkpoint
 
     def dataset(self, split: str) -> Dataset[Any] | Sequence[Any] | None:
@@ -193,7 +194,8 @@ class SpeedkitDataModule(LightningDataModule):
             rank_zero_info("overfit_batches: the training samples are not shuffled.")
             shuffle = False
         if self.loader == "torch":
-            # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves in place.
+            self._training = None
+            # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves alone.
             sampler: DistributedSampler[Any] = DistributedSampler(
                 dataset, shuffle=bool(shuffle), seed=self.seed, drop_last=self.remainder == "drop", **self._shards()
             )
@@ -202,7 +204,8 @@ class SpeedkitDataModule(LightningDataModule):
         if self._position is not None:
             position, self._position = self._position, None
             loader.load_state_dict(position)
-        return self._on_device(loader)
+        self._training = self._on_device(loader)
+        return self._training
 
     @override
     def val_dataloader(self) -> Any:
@@ -218,8 +221,8 @@ class SpeedkitDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        loader = self._loaders.get("train")
-        return {} if loader is None else {"train": loader.state_dict()}
+        # Of what the Trainer has got: batches that were fetched ahead for the device do not count.
+        return {} if self._training is None else {"train": self._training.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,6 +263,14 @@ class SpeedkitDataModule(LightningDataModule):
         if stage is not None and SPLIT_OF_STAGE.get(stage.value) == split:
             raise MisconfigurationException(self._missing(split))
         return NoSuchSplit()
+
+    def _hook_transform(self) -> None:
+        """Take the hook only if there is a transform, since a hook of the DataModule takes the place of the module's."""
+        transform = self.device_transform()
+        if transform is None:
+            self.__dict__.pop("on_after_batch_transfer", None)
+        else:
+            self.on_after_batch_transfer = _TransformOnDevice(self, transform)  # type: ignore[method-assign]
 
     def _ring_loader(self, split: str, dataset: Any, *, shuffle: bool | str, remainder: str) -> RingLoader:
         before = self._loaders.pop(split, None)
@@ -306,13 +317,7 @@ class SpeedkitDataModule(LightningDataModule):
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _on_device(self, loader: RingLoader) -> Any:
-        """The loader as the Trainer gets it: ahead on a CUDA device, and with the transform of whole batches."""
-        transform = self.device_transform()
-        # Only then, since a hook of the DataModule takes the place of the module's.
-        if transform is None:
-            self.__dict__.pop("on_after_batch_transfer", None)
-        else:
-            self.on_after_batch_transfer = _TransformOnDevice(self, transform)  # type: ignore[method-assign]
+        """The loader as the Trainer gets it: its batches are on a CUDA device, fetched ahead."""
         device = None if self.trainer is None else self.trainer.strategy.root_device
         if device is None or device.type != "cuda" or self._touches_transfer():
             return loader
@@ -333,6 +338,7 @@ class SpeedkitDataModule(LightningDataModule):
 
     def _served(self, split: str) -> Any:
         """The dataset of a split, or ``None``; a ``TypeError`` for what a sampler cannot index."""
+        self._hook_transform()
         dataset = self.dataset(split)
         indexed = all(hasattr(type(dataset), name) for name in ("__len__", "__getitem__"))
         if dataset is None or (indexed and not isinstance(dataset, IterableDataset)):

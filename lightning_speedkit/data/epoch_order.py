@@ -1,13 +1,14 @@
 """Which samples are in which batch: a pure function of (seed, epoch), for any rank and from any position.
 
 One global order of all samples is made per epoch and cut into steps. A step takes the next ``world_size * batch_size``
-positions; rank ``r`` gets every ``world_size``-th of them, beginning with its own. So without shuffling rank ``r`` reads
-``r, r + world_size, ...``, the ranks are disjoint, and where a run stopped is one number: the position in the global
-order. A run that goes on from there, with as many ranks as it likes, gets exactly the samples that are left.
+positions; rank ``r`` gets every ``world_size``-th of them, beginning with its own. So without shuffling rank ``r``
+reads ``r, r + world_size, ...``, the ranks are disjoint, and where a run stopped is one number: the position in the
+global order. A run that goes on from there, with as many ranks as it likes, gets exactly the samples that are left.
 
-The order is ``"none"``, ``"full"`` (one permutation, that of torch's ``DistributedSampler``) or ``"blocks"``: the blocks of a store are permuted, and samples
-are shuffled within a window of consecutive blocks of that permutation. The third reads a store that does not fit into
-memory block after block, and needs memory for one window instead of one permutation of all samples.
+The order is ``"none"``, ``"full"`` (one permutation, that of torch's ``DistributedSampler``) or ``"blocks"``: the
+blocks of a store are permuted, and samples are shuffled within a window of consecutive blocks of that permutation. The
+third reads a store that does not fit into memory block after block, and needs memory for two windows instead of one
+permutation of all samples.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class EpochOrder:
     a few from the beginning of the order and ``"drop"`` leaves a few out; either way all ranks take the same number of
     steps with the same number of samples. ``"exact"`` gives every sample exactly once: the ranks take the same number
     of steps, of which the last two may differ by one sample; only with ``batch_size=1``, or with fewer samples than
-    ranks, can a rank have nothing in the last step. ``drop_last`` leaves out a last step that is not full.
+    ranks, is there nothing left for some ranks in the last step, and these take one step less. ``drop_last`` leaves out
+    a last step that is not full.
 
     ``block_firsts`` (the first sample of each block) and ``window_blocks`` are for ``shuffle="blocks"``.
 
@@ -64,9 +66,11 @@ class EpochOrder:
 
     def steps(self, start: int = 0) -> int:
         """How many batches this rank has from a position of the global order on."""
-        end = self._end(start)
-        full, rest = divmod(end - start, self.step_size)
-        return full if self.drop_last or not rest else full + 1
+        steps = self._steps(start)
+        if self.remainder == "exact" and steps:
+            first, last = self.span(steps - 1, start)
+            return steps if self.rank < last - first else steps - 1
+        return steps
 
     def span(self, step: int, start: int = 0) -> tuple[int, int]:
         """The positions, over all ranks, of a step; with ``"pad"`` the last ones may lie behind the last sample."""
@@ -76,9 +80,9 @@ class EpochOrder:
         if self.remainder == "exact" and 0 < rest < self.world_size and self.batch_size > 1 and not self.drop_last:
             # too few for all ranks: the step before gives up some of its own
             tail = end - self.world_size
-            if step == self.steps(start) - 2:
+            if step == self._steps(start) - 2:
                 last = tail
-            elif step == self.steps(start) - 1 and step > 0:
+            elif step == self._steps(start) - 1 and step > 0:
                 first = tail
         return first, last
 
@@ -101,11 +105,16 @@ class EpochOrder:
         """The blocks in the order in which ``"blocks"`` reads them."""
         return self._block_table(epoch)[0]
 
-    def block_position(self, epoch: int, position: int) -> int:
-        """Which entry of :meth:`blocks_of` the window at that position ends with, plus one."""
+    def window_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The entries of :meth:`blocks_of` that the window at that position begins with, and ends before."""
         _, starts = self._block_table(epoch)
-        entry = int(np.searchsorted(starts, min(position, self.samples - 1), side="right"))
-        return min(-(-entry // self.window_blocks) * self.window_blocks, len(starts) - 1)
+        entry = int(np.searchsorted(starts, min(position, self.samples - 1), side="right")) - 1
+        first = entry // self.window_blocks * self.window_blocks
+        return first, min(first + self.window_blocks, len(starts) - 1)
+
+    def _steps(self, start: int) -> int:
+        full, rest = divmod(self._end(start) - start, self.step_size)
+        return full if self.drop_last or not rest else full + 1
 
     def _end(self, start: int) -> int:
         if self.remainder == "exact":

@@ -46,7 +46,8 @@ class LMDBDataset(Dataset[Any]):
     Args:
         path: a file that :func:`write_lmdb` or :class:`LMDBWriter` has written.
         transform: called with each sample; what it returns is handed out. It must be picklable if workers are spawned.
-        fields: by key or position in the sample, how an encoded picture (``bytes``) is decoded, see :class:`ImageField`.
+        fields: by key or position in the sample, how an encoded picture (``bytes``) is decoded: an
+            :class:`ImageField` each.
 
     Raises:
         StoreNotFoundError: there is no file at that path.

@@ -4,7 +4,8 @@ When it helps: many small files, slow decoding that can be done once, or a datas
 written beside its final name, synced, sealed with checksums, and renamed; a run that is killed, a full disk or an error
 in the samples leaves what was there before. The map grows by itself and no sparse file is left.
 
-What it costs: one copy of each sample, and the disk space of the new store while the old one is still there.
+What it costs: one copy of each sample, some buffers of the size of a block, a thread that writes while samples are
+encoded, and the disk space of the new store while the old one is still there.
 
 Source: py-lmdb issues #85, #166 and #444 (map size), #344 (truncated files); LMDB's ``mdb_env_set_mapsize``.
 """
@@ -14,9 +15,7 @@ from __future__ import annotations
 import operator
 import os
 import shutil
-import struct
 import threading
-import zlib
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,17 +23,18 @@ from typing import Any
 
 from typing_extensions import Self
 
+from lightning_speedkit.data.block_appender import BlockAppender
 from lightning_speedkit.data.index_builder import IndexBuilder
-from lightning_speedkit.data.lmdb_engine import LmdbError, MapFull, open_engine
-from lightning_speedkit.data.lmdb_format import CRC, INDEX, META, block_key, check_replaceable, seal_for
+from lightning_speedkit.data.leaf_codec import Bytes, Shape
+from lightning_speedkit.data.lmdb_engine import LmdbError
+from lightning_speedkit.data.lmdb_format import check_replaceable, seal_for
 from lightning_speedkit.data.sample_codec import Schema
+from lightning_speedkit.data.sample_encoder import SampleEncoder, sample_encoder
 from lightning_speedkit.data.write_lock import exclusive_lock
 from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, StoreWriteError
 
 __all__ = ["LMDBWriter"]
 
-_COMMIT_BYTES = 1 << 24
-_FIRST_MAP_BYTES = 1 << 26
 _LARGEST_SAMPLE = 1 << 30
 
 
@@ -76,17 +76,16 @@ class LMDBWriter:
         self.path = Path(os.path.realpath(path))
         self._block_bytes = block_bytes
         self._builder: IndexBuilder | None = None
-        self._block = bytearray()
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = 0
-        self._crcs: list[int] = []
-        self._put = 0
-        self._engine: Any = None
+        self._encode: SampleEncoder | None = None
+        self._block = -1  # the one that is being filled, its memory, and how much of that is used
+        self._memory = memoryview(b"")
+        self._used = 0
+        self._appender: BlockAppender | None = None
         self._entered = False
         self._broken = False  # a write ended halfway: what is counted and what is written may differ
         self._owner = 0
         self._lock = threading.Lock()
-        self._held = ExitStack()  # closed in reverse: the environment, the temporary file, the lock
+        self._held = ExitStack()  # closed in reverse: the appender, the temporary file, the lock
         self._temporary = self.path.with_name(f".{self.path.name}.tmp")
 
     @property
@@ -105,8 +104,8 @@ class LMDBWriter:
             self._owner = os.getpid()
             self._temporary.unlink(missing_ok=True)  # whoever left it is dead: the lock is ours
             self._held.callback(self._temporary.unlink, missing_ok=True)
-            self._engine = open_engine(self._temporary, readonly=False, map_bytes=_FIRST_MAP_BYTES)
-            self._held.callback(self._engine.close)
+            self._appender = BlockAppender(self._temporary, self._block_bytes)
+            self._held.callback(self._appender.close)
         except BlockingIOError as error:
             raise StoreWriteError(f"Another writer is at work on {self.path}; wait for it to end.") from error
         except StoreWriteError:
@@ -127,33 +126,52 @@ class LMDBWriter:
             StoreWriteError: the disk is full, or cannot be written. Then nothing more can be written, and nothing is
                 published.
         """
-        if self._engine is not None and os.getpid() != self._owner:
+        if self._appender is not None and os.getpid() != self._owner:
             raise RuntimeError("This LMDBWriter belongs to the process that was forked; write there.")
         with self._lock:
-            if self._engine is None:
+            if self._appender is None:
                 raise RuntimeError("Open the LMDBWriter first: with LMDBWriter(path) as writer: writer.write(sample).")
             self._check_whole()
             self._write(sample)
 
     def _write(self, sample: Any) -> None:
+        if self._encode is None or self._builder is None:
+            self._begin(sample)
+            return
         try:
-            schema = self._builder.schema if self._builder is not None else Schema.of(sample)
-            data, shapes = schema.encode(sample)
-        except TypeError as error:
-            raise TypeError(f"Sample {self.samples}: {error}") from None
+            parts, shapes = self._encode(sample)
         except SampleMismatchError as error:
             raise SampleMismatchError(f"Sample {self.samples}, {error}.") from None
-        if len(data) > _LARGEST_SAMPLE:
-            raise ValueError(f"Sample {self.samples} has {len(data)} bytes; the largest that is stored is 1 GiB.")
+        self._add(self._builder, parts, shapes)
+
+    def _begin(self, sample: Any) -> None:
+        try:
+            schema = Schema.of(sample)
+            encode = sample_encoder(schema)
+            parts, shapes = encode(sample)
+        except TypeError as error:
+            raise TypeError(f"Sample 0: {error}") from None
+        except SampleMismatchError as error:
+            raise SampleMismatchError(f"Sample 0, {error}.") from None
+        builder = IndexBuilder(schema, sum(map(len, parts)), self._block_bytes)
+        self._add(builder, parts, shapes)
+        self._builder, self._encode = builder, encode
+
+    def _add(self, builder: IndexBuilder, parts: list[Bytes], shapes: tuple[Shape, ...]) -> None:
+        size = sum(map(len, parts))
+        if size > _LARGEST_SAMPLE:
+            raise ValueError(f"Sample {self.samples} has {size} bytes; the largest that is stored is 1 GiB.")
         self._broken = True
-        if self._builder is None:
-            self._builder = IndexBuilder(schema, len(data), self._block_bytes)
-        block, start = self._builder.place(len(data))
-        if block == self._builder.blocks and block > 0:
-            self._end_block()
-        self._block += bytes(start - len(self._block))
-        self._block += data
-        self._builder.add(len(data), shapes)
+        block, start = builder.add(size, shapes)
+        if block > self._block:
+            self._next_block(size)
+        elif start > self._used:
+            self._memory[self._used : start] = bytes(start - self._used)
+        for part in parts:
+            end = start + len(part)
+            self._memory[start:end] = part
+            start = end
+        self._used = start
         self._broken = False
 
     def __exit__(
@@ -167,46 +185,27 @@ class LMDBWriter:
                 if error is None:
                     self._publish()
             finally:
-                self._engine = None
+                self._appender = None
 
-    def _end_block(self) -> None:
-        self._crcs.append(zlib.crc32(self._block))
-        self._waiting.append(bytes(self._block))
-        self._waiting_bytes += len(self._block)
-        self._block.clear()
-        if self._waiting_bytes >= _COMMIT_BYTES:
-            self._commit([])
-
-    def _commit(self, records: list[tuple[bytes, bytes]]) -> None:
-        """Put the waiting blocks, and these records after them, in one transaction; the map grows until they fit."""
-        blocks = [(block_key(self._put + i), block) for i, block in enumerate(self._waiting)]
-        while True:
-            try:
-                with self._engine.begin(write=True) as transaction:
-                    for key, value in [*blocks, *records]:
-                        transaction.put(key, value, append=True)
-                break
-            except MapFull:
-                self._engine.set_mapsize(2 * self._engine.info()["map_size"])
-            except LmdbError as error:
-                raise self._failed(error) from error
-        self._put += len(blocks)
-        self._waiting.clear()
-        self._waiting_bytes = 0
+    def _next_block(self, size: int) -> None:
+        assert self._appender is not None
+        try:
+            if self._block >= 0:
+                self._appender.append(self._memory, self._used)
+            self._memory, self._used = self._appender.buffer(size), 0
+            self._block += 1
+        except (OSError, LmdbError) as error:
+            raise self._failed(error) from error
 
     def _publish(self) -> None:
         self._check_whole()
-        if self._builder is None:
+        if self._builder is None or self._appender is None:
             raise EmptyStoreError(f"There were no samples to write to {self.path}.")
-        self._end_block()
-        meta, index = self._builder.finish(self._engine.stat()["psize"])
-        head = struct.pack("<QQ", self._builder.samples, self._builder.blocks)
-        crcs = struct.pack(f"<{len(self._crcs) + 2}I", zlib.crc32(meta), zlib.crc32(index), *self._crcs)
-        crc = head + crcs + struct.pack("<I", zlib.crc32(head + crcs))
-        self._commit([(CRC, crc), (INDEX, index), (META, meta)])
         try:
-            self._engine.sync(True)
-            self._engine.close()
+            self._appender.append(self._memory, self._used)
+            self._appender.wait()
+            self._appender.finish(self._builder.records(self._appender.page_bytes, self._appender.crcs))
+            self._appender.close()
             _seal(self._temporary)
             check_replaceable(self.path)  # it may have come meanwhile
             self._temporary.replace(self.path)

@@ -153,13 +153,19 @@ class RingLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for a sampler to tell the epoch to; a ``sampler`` of its own would have to be torch's."""
+        """Where Lightning looks for a sampler to tell the epoch; a ``sampler`` here would have to be one of torch's."""
         return SimpleNamespace(sampler=self)
 
     @property
     def epoch(self) -> int:
         """The epoch that is iterated now, or next."""
         return self._epoch
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The worker processes that are there now."""
+        crew = self._crew
+        return [] if crew is None or crew.process != os.getpid() else crew.pids
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; in the one that is under way, or that was resumed, stay where it is."""
@@ -308,6 +314,11 @@ class _Crew:
         self._workers = InlineWorker(builder, None) if inline else ThreadWorkers(builder, None, count)
         if size is not None:
             self._make_ring(size)
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes."""
+        return self._workers.pids if isinstance(self._workers, ProcessWorkers) else []
 
     def announce(self, epoch: int, task: BatchTask, position: int) -> None:
         """A batch that is made soon, which ends at that position of the global order."""

@@ -12,6 +12,8 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
+import time
 import traceback
 import warnings
 import weakref
@@ -24,15 +26,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_speedkit.data.batch_builder import BatchBuilder, BatchTask
+from lightning_speedkit.data.batch_builder import BatchBuilder, BatchTask, listed
+from lightning_speedkit.data.batch_layout import pickled
 from lightning_speedkit.data.epoch_order import Integers
 from lightning_speedkit.data.ring import Ring, SharedMemory
 from lightning_speedkit.errors import LoaderError, SpeedkitError
 
 __all__ = ["ProcessWorkers"]
 
-_LOOK_FOR_PARENT = 5.0  # seconds between two looks whether the training process is still there
-_ENDING = 5.0  # seconds a worker is given to end before it is killed
+_LOOK = 5.0  # seconds between two looks whether the process at the other end is still there
+_ENDING = 5.0  # seconds the workers are given to end before they are killed
 
 
 class ProcessWorkers:
@@ -70,12 +73,13 @@ class ProcessWorkers:
         found = self._results.pop(number)
         if isinstance(found, _Failure):
             raise found.error()
-        tree: tuple[Any, int] = pickle.loads(found)
+        tree: tuple[Any, int] = pickle.loads(found)  # noqa: S301  # of our own worker
         return tree
 
     def drain(self) -> None:
         """Wait until nobody writes into a slot any more."""
         self._tasks.clear()  # a worker that dies now has nothing to make anew
+        self._deaths.clear()
         while any(worker.numbers for worker in self._workers):
             self._receive()
         self._results.clear()
@@ -95,7 +99,7 @@ class ProcessWorkers:
         forks = self._context.get_start_method() == "fork"
         process = self._context.Process(
             target=_work,
-            args=(theirs, *self._arguments, self._owner, inherited if forks else []),
+            args=(theirs, *self._arguments, inherited if forks else []),
             name="speedkit-loader",
             daemon=True,
         )
@@ -122,8 +126,14 @@ class ProcessWorkers:
 
     def _receive(self) -> None:
         """Take in what the workers have sent, waiting for at least one of them."""
+        if not self._workers:
+            raise LoaderError("The workers were closed while one of their batches was waited for.")
         by_pipe = {worker.pipe: worker for worker in self._workers}
-        for pipe in wait(list(by_pipe)):
+        ready = wait(list(by_pipe), _LOOK)
+        if not ready:  # the pipe of a dead worker stays open as long as a process that it has forked
+            for worker in [worker for worker in self._workers if worker.process.exitcode is not None]:
+                self._replace(worker)
+        for pipe in ready:
             worker = by_pipe[pipe]  # type: ignore[index]
             try:
                 number, data = worker.pipe.recv()
@@ -135,20 +145,17 @@ class ProcessWorkers:
             self._results[number] = data
 
     def _replace(self, dead: _Worker) -> None:
-        dead.process.join(_ENDING)
-        code, numbers = dead.process.exitcode, [number for number in dead.numbers if number in self._tasks]
-        dead.pipe.close()
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
-        hint = " The machine may be out of memory." if code == -signal.SIGKILL else ""
-        told = f"A worker of the loader (process {dead.process.pid}) {how}.{hint}"
-        for first in numbers[:1]:  # what it was at when it died
+        numbers = [number for number in dead.numbers if number in self._tasks]
+        told = _end_of(dead)
+        first = numbers[0] if numbers else None  # what it was at when it died
+        if first is not None:
             self._deaths[first] = self._deaths.get(first, 0) + 1
-            if self._deaths[first] > 1:
-                dead.numbers.clear()
-                self._workers[self._workers.index(dead)] = self._start()
-                samples = self._tasks[first][0].samples.tolist()
-                raise LoaderError(f"{told} It happened for the second time with the batch of the samples {samples}.")
-        warnings.warn(f"{told} It is started again, and its batches are made anew.", RuntimeWarning, stacklevel=2)
+        if first is not None and self._deaths[first] > 1:
+            samples = listed(self._tasks[first][0].samples)
+            error = LoaderError(f"{told} It happened for the second time with the batch of the samples {samples}.")
+            self._results[numbers.pop(0)] = _Failure(error)
+        else:
+            warnings.warn(f"{told} It is started again, and its batches are made anew.", RuntimeWarning, stacklevel=2)
         new = self._start()
         self._workers[self._workers.index(dead)] = new
         for number in numbers:
@@ -169,14 +176,14 @@ class _Failure:
         text = "".join(traceback.format_exception(error))
         try:
             self._pickled: bytes | None = pickle.dumps(error)
-            pickle.loads(self._pickled)
+            pickle.loads(self._pickled)  # noqa: S301  # made a line before
         except Exception:
             self._pickled = None
         self._message = str(error) if isinstance(error, SpeedkitError) else text
 
     def error(self) -> BaseException:
         if self._pickled is not None:
-            error = pickle.loads(self._pickled)
+            error = pickle.loads(self._pickled)  # noqa: S301  # of our own worker
             if isinstance(error, SpeedkitError):
                 return error
         return LoaderError(f"A worker of the loader failed:\n{self._message}")
@@ -188,10 +195,10 @@ def _work(
     shared: SharedMemory,
     slots: int,
     slot_bytes: int,
-    parent: int,
     inherited: list[Connection],
 ) -> None:
     """A worker's life: takes tasks from its pipe until the other end is closed."""
+    parent = os.getppid()  # the training process, or the fork server
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
@@ -200,7 +207,7 @@ def _work(
     ring = Ring(slots, slot_bytes, shared=shared)
     while True:
         try:
-            while not pipe.poll(_LOOK_FOR_PARENT):
+            while not pipe.poll(_LOOK):
                 if os.getppid() != parent:
                     return
             number, key, count, slot = pipe.recv()
@@ -210,7 +217,7 @@ def _work(
         samples = _index_area(memory, count)
         task = BatchTask(number, samples.copy(), key)
         try:
-            answer: Any = pickle.dumps(builder.build(task, memory[: -samples.nbytes], "set"), protocol=5)
+            answer: Any = pickled(builder.build(task, memory[: -samples.nbytes], "set"))
         except BaseException as error:
             answer = _Failure(error)
             if not isinstance(error, Exception):  # SystemExit and the like end this worker after it has told
@@ -236,10 +243,35 @@ def _end(workers: list[_Worker], owner: int) -> None:
     if os.getpid() != owner:
         return
     for worker in workers:
-        worker.pipe.close()
+        _hang_up(worker.pipe)
+    last = time.monotonic() + _ENDING
     for worker in workers:
-        worker.process.join(_ENDING)
-        if worker.process.exitcode is None:
-            worker.process.kill()
-            worker.process.join()
+        worker.process.join(max(last - time.monotonic(), 0))
+        _kill(worker.process)
     workers.clear()
+
+
+def _end_of(dead: _Worker) -> str:
+    """How a worker ended, in words; one that has closed its pipe and lives on is killed."""
+    _hang_up(dead.pipe)
+    dead.process.join(_ENDING)
+    _kill(dead.process)
+    code = dead.process.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    hint = " The machine may be out of memory." if code == -signal.SIGKILL else ""
+    return f"A worker of the loader (process {dead.process.pid}) {how}.{hint}"
+
+
+def _hang_up(pipe: Connection) -> None:
+    """Closing alone does not reach the worker while a fork of this process has the same end of the pipe."""
+    if pipe.closed:
+        return
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end, contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    pipe.close()
+
+
+def _kill(process: Any) -> None:
+    if process.exitcode is None:
+        process.kill()
+        process.join()

@@ -11,11 +11,13 @@ batches); ``weakref.finalize``.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 import weakref
 from collections import deque
+from functools import cache
 from multiprocessing import reduction
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["ALIGNMENT", "Ring", "SharedMemory", "bytes_as_tensor"]
+__all__ = ["ALIGNMENT", "Ring", "SharedMemory", "bytes_as_tensor", "tensor_at"]
 
 ALIGNMENT = 64
 
@@ -137,7 +139,25 @@ class SharedMemory:
 
 def bytes_as_tensor(memory: NDArray[np.uint8], owner: Any) -> torch.Tensor:
     """A uint8 tensor over memory that stays in use as long as ``owner`` lives, which the tensor keeps alive."""
-    return torch.from_numpy(np.asarray(_Memory(memory.ctypes.data, memory.nbytes, owner)))
+    return tensor_at(memory.ctypes.data, (memory.nbytes,), torch.uint8, owner)
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> torch.Tensor:
+    """A tensor, row-major, over the memory from ``address`` on; it keeps ``owner``, whose memory that is, alive."""
+    code = _type_code(dtype)
+    if code is not None:
+        return torch.from_numpy(np.asarray(_Memory(address, shape, code, owner)))
+    flat = torch.from_numpy(np.asarray(_Memory(address, (math.prod(shape) * dtype.itemsize,), "|u1", owner)))
+    return flat.view(dtype).view(shape)
+
+
+@cache
+def _type_code(dtype: torch.dtype) -> str | None:
+    """NumPy's code of a dtype, or ``None`` if it has none."""
+    try:
+        return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
+    except TypeError:
+        return None
 
 
 class _Memory:
@@ -145,12 +165,12 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "_owner")
 
-    def __init__(self, address: int, size: int, owner: Any) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], code: str, owner: Any) -> None:
         self._owner = owner
-        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": code, "version": 3}
 
 
-def _returned(slot: int, free: deque[int], events: deque[tuple[int, Any]] | None, memory: NDArray[np.uint8]) -> None:
+def _returned(slot: int, free: deque[int], events: deque[tuple[int, Any]] | None, _memory: NDArray[np.uint8]) -> None:
     """Runs in whichever thread dropped the last tensor, also in the middle of a garbage collection: no locks here."""
     if events is None:
         free.append(slot)

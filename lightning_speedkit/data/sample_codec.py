@@ -1,8 +1,9 @@
 """Samples as bytes and back, without pickle.
 
 The first sample fixes a :class:`Schema`: its structure (tuples, lists, dicts, nested) and the type of every leaf. Each
-later sample is laid out by it: the bytes of the leaves one after the other, in depth-first order, without padding.
-What a sample does not share with the first is only the shape of its leaves, so a store keeps shapes and not types.
+sample is laid out by it (``sample_encoder.py`` does that): the bytes of the leaves one after the other, in depth-first
+order, without padding. What a sample does not share with the first is only the shape of its leaves, so a store keeps
+shapes and not types.
 
 Costs: one copy on the way in and one on the way out. It is meant for the data that training reads: tensors, arrays,
 numbers, strings and bytes. Anything that would need pickle is refused with a ``TypeError`` that says what to do.
@@ -14,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_speedkit.data.leaf_codec import Bytes, Leaf, LeafMismatch, Shape, leaf_of
-from lightning_speedkit.errors import SampleMismatchError, StoreCorruptError
+from lightning_speedkit.data.leaf_codec import Leaf, Shape, leaf_of
+from lightning_speedkit.errors import StoreCorruptError
 
 __all__ = ["Branch", "Schema"]
 
@@ -37,12 +38,10 @@ class Schema:
 
     >>> import torch
     >>> schema = Schema.of({"image": torch.zeros(2, 3), "label": 7})
-    >>> data, shapes = schema.encode({"image": torch.ones(2, 3), "label": 9})
-    >>> len(data), shapes
-    (32, ((2, 3), ()))
-    >>> schema.decode(data, shapes)
-    {'image': tensor([[1., 1., 1.],
-            [1., 1., 1.]]), 'label': 9}
+    >>> data = torch.arange(6.0).numpy().tobytes() + (9).to_bytes(8, "little")
+    >>> schema.decode(data, [(2, 3), ()])
+    {'image': tensor([[0., 1., 2.],
+            [3., 4., 5.]]), 'label': 9}
     """
 
     root: Branch | Leaf
@@ -59,18 +58,6 @@ class Schema:
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Each leaf with its place in the sample, such as ``["image"]``, in the order of the bytes."""
         return _leaves(self.root, "")
-
-    def encode(self, sample: Any) -> tuple[bytes, tuple[Shape, ...]]:
-        """The bytes of a sample and the shape of each leaf; a str or bytes has the shape ``(length in bytes,)``.
-
-        Raises:
-            SampleMismatchError: if the structure or a type differs from the schema, with the place, what was expected
-                and what was got.
-        """
-        parts: list[Bytes] = []
-        shapes: list[Shape] = []
-        _encode(self.root, sample, "", parts, shapes)
-        return b"".join(parts), tuple(shapes)
 
     def decode(self, data: Any, shapes: Sequence[Shape]) -> Any:
         """The sample of these bytes (any buffer); nothing of the result shares memory with ``data``."""
@@ -108,34 +95,6 @@ def _leaves(node: Branch | Leaf, place: str) -> Iterator[tuple[str, Leaf]]:
         return
     for key, item in zip(node.keys or range(len(node.items)), node.items, strict=True):
         yield from _leaves(item, f"{place}[{key!r}]")
-
-
-def _encode(node: Branch | Leaf, value: Any, place: str, parts: list[Bytes], shapes: list[Shape]) -> None:
-    if isinstance(node, Leaf):
-        try:
-            data, shape = node.encode(value)
-        except LeafMismatch as mismatch:
-            raise SampleMismatchError(f"field {place or 'sample'}: {mismatch}") from None
-        parts.append(data)
-        shapes.append(shape)
-        return
-    if _CONTAINERS.get(type(value)) != node.kind:
-        raise SampleMismatchError(
-            f"field {place or 'sample'}: expected a {node.kind} as in the first sample, got {type(value).__name__}"
-        )
-    keys: Sequence[Any] = range(len(node.items))
-    if node.kind == "dict":
-        keys = node.keys
-        if value.keys() != set(keys):
-            raise SampleMismatchError(
-                f"field {place or 'sample'}: expected the keys {list(keys)} of the first sample, got {list(value)}"
-            )
-    elif len(value) != len(node.items):
-        raise SampleMismatchError(
-            f"field {place or 'sample'}: expected {len(node.items)} items as in the first sample, got {len(value)}"
-        )
-    for key, item in zip(keys, node.items, strict=True):
-        _encode(item, value[key], f"{place}[{key!r}]", parts, shapes)
 
 
 def _decode(node: Branch | Leaf, data: memoryview, start: int, shapes: Iterator[Shape]) -> tuple[Any, int]:

@@ -11,12 +11,13 @@ pages are under the checksum of the seal.
 :meth:`StoreWindow.announce` tells the kernel which blocks are read next, so that they are fetched while earlier ones
 are used: a page fault in a memory map waits for its own page alone.
 
-Source: ``madvise(2)``, ``MADV_WILLNEED``; the kernel cuts one announcement to what the device takes in one request, so
-a block is announced in pieces.
+Source: ``posix_fadvise(2)``, ``POSIX_FADV_WILLNEED``; the kernel cuts one announcement to what the device takes in one
+request, so a block is announced in pieces. ``madvise`` does the same, but Python keeps the GIL meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -87,7 +88,6 @@ class StoreWindow:
         self._starts = np.array([record.start for record in blocks], dtype=np.int64)
         self._sizes = np.array([record.size for record in blocks], dtype=np.int64)
         self._checked = np.zeros(len(blocks), dtype=bool)
-        self._announced = np.zeros(len(blocks), dtype=bool)
         self._flat = bytes_as_tensor(self.bytes, self.bytes)  # torch has no read-only memory; nothing writes into it
         self._matrices: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -103,8 +103,8 @@ class StoreWindow:
         """Raise if other code wrote into the mapped file."""
         if _state_of(os.fstat(self._file)) != self._state:
             raise StoreCorruptError(
-                f"{self.path} was changed in place while it was open, so what it holds is not known. Make a new dataset "
-                f"and a new loader. To replace a store, use write_lmdb, or copy beside it and rename."
+                f"{self.path} was changed in place while it was open, so what it holds is not known. Make a new "
+                f"dataset and a new loader. To replace a store, use write_lmdb, or copy beside it and rename."
             )
 
     def places(self, samples: Integers) -> Integers:
@@ -121,38 +121,38 @@ class StoreWindow:
 
         Wider elements copy faster, so the widest is taken by which places and rows can be divided.
         """
-        odd = int(np.bitwise_or.reduce(places)) | row_bytes | out.data_ptr() | 8
-        width = odd & -odd
+        width = _width(int(np.bitwise_or.reduce(places)) | row_bytes | out.data_ptr())
+        matrix = self.rows(row_bytes, width)
+        torch.index_select(matrix, 0, torch.from_numpy(places // width), out=out.view(matrix.dtype))
+
+    def rows(self, row_bytes: int, width: int) -> torch.Tensor:
+        """The file as a matrix in elements of ``width`` bytes: row ``i`` is the bytes from ``i * width`` on."""
         matrix = self._matrices.get((width, row_bytes))
         if matrix is None:
             count = (len(self.bytes) - row_bytes) // width + 1
             flat = self._flat[: len(self.bytes) // width * width].view(_ELEMENTS[width])
             matrix = flat.as_strided((count, row_bytes // width), (1, 1))
             self._matrices[width, row_bytes] = matrix
-        torch.index_select(matrix, 0, torch.from_numpy(places // width), out=out.view(_ELEMENTS[width]))
+        return matrix
 
-    def announced(self, blocks: Integers) -> NDArray[np.bool_]:
-        """Which of these blocks have been announced."""
-        told: NDArray[np.bool_] = self._announced[blocks]
-        return told
+    def width_of(self, start: int, row_bytes: int) -> int:
+        """The widest element by which all rows can be divided that begin ``start`` bytes after a sample's beginning.
+
+        For samples of one size.
+        """
+        stride = self.index.place(1)[1] if self.index.samples_of(0).stop > 1 else 0
+        return _width(int(np.bitwise_or.reduce(self._starts)) | stride | start | row_bytes)
 
     def announce(self, blocks: Integers) -> None:
-        """Ask the kernel to read these blocks, but for those that were announced before."""
-        wanted = np.unique(blocks[~self._announced[blocks]])
-        self._announced[wanted] = True
-        for start, size in zip(self._starts[wanted].tolist(), self._sizes[wanted].tolist(), strict=True):
+        """Ask the kernel to read these blocks."""
+        for start, size in zip(self._starts[blocks].tolist(), self._sizes[blocks].tolist(), strict=True):
             self._will_need(start, start + size)
 
     def announce_samples(self, samples: Integers) -> None:
-        """Ask the kernel to read these samples alone, from blocks whose checksum is known, and else whole blocks."""
+        """Ask the kernel to read these samples alone."""
         blocks, starts = self.index.places(samples)
-        self.announce(blocks[~self._checked[blocks]])
         for place, sample in zip((self._starts[blocks] + starts).tolist(), samples.tolist(), strict=True):
             self._will_need(place, place + self.index.size(self.index.shapes(sample)))
-
-    def forget_announcements(self) -> None:
-        """What was read may have left the memory again."""
-        self._announced[:] = False
 
     def _check(self, block: int) -> None:
         start = int(self._starts[block])
@@ -162,9 +162,18 @@ class StoreWindow:
 
     def _will_need(self, first: int, last: int) -> None:
         start = first - first % mmap.PAGESIZE
-        for piece in range(start, last, _PIECE):
-            self._map.madvise(mmap.MADV_WILLNEED, piece, min(_PIECE, last - piece))
+        with contextlib.suppress(OSError):  # it is advice
+            for piece in range(start, last, _PIECE):
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._file, piece, min(_PIECE, last - piece), os.POSIX_FADV_WILLNEED)
+                else:
+                    self._map.madvise(mmap.MADV_WILLNEED, piece, min(_PIECE, last - piece))
 
 
 def _state_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
+
+
+def _width(odd: int) -> int:
+    """The largest of 1, 2, 4 and 8 that divides whatever was put together by bitwise or."""
+    return (odd | 8) & -(odd | 8)

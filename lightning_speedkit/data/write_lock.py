@@ -7,12 +7,15 @@ behind that a person would have to delete.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["exclusive_lock"]
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
@@ -22,6 +25,9 @@ def exclusive_lock(path: Path, *, wait: bool) -> Iterator[None]:
     Args:
         path: the lock file, which holds nothing else.
         wait: wait for another holder; otherwise raise ``BlockingIOError`` if there is one.
+
+    Raises:
+        OSError: the folder cannot be written, or its file system has no such locks.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -53,8 +59,12 @@ def _acquire(path: Path, operation: int) -> int:
             fcntl.flock(file, operation)
             if _is_at(path, file):
                 return file
-        except BaseException:
+        except BaseException as error:
             os.close(file)
+            if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                path.unlink(missing_ok=True)
+                what = "the file system has no locks (flock): write on a local disk and copy the file"
+                raise OSError(error.errno, what, str(path)) from error
             raise
         os.close(file)  # the holder before us has removed the file: ours is no longer the one that others see
 

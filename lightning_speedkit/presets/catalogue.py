@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_speedkit.compress import presets as compress
+from lightning_speedkit.data import presets as data
 from lightning_speedkit.memory import presets as memory
 from lightning_speedkit.optimize import presets as optimize
 from lightning_speedkit.parallel import presets as parallel
@@ -19,6 +20,7 @@ REGISTRY = Registry(
         *memory.PRESETS,
         *compress.PRESETS,
         *parallel.PRESETS,
+        *data.PRESETS,
         *bundles.PRESETS,
     )
 )

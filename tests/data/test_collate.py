@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import OrderedDict, namedtuple
@@ -14,6 +15,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_speedkit.data import collate_samples
+from lightning_speedkit.data.collate import collate_into
+from lightning_speedkit.data.leaf_codec import _TENSOR_TYPES
+from tests.data.samples import same
 
 Pair = namedtuple("Pair", "x y")
 
@@ -150,3 +154,67 @@ def test_read_only_arrays_bring_no_warning_and_are_not_changed() -> None:
         batch = collate_samples([array, array])
     batch += 1
     assert array.tolist() == [0.0, 1.0, 2.0]
+
+
+class Given:
+    """Gives tensors and remembers them; filled, so that what is not written shows."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        flat = torch.full((math.prod(shape) * dtype.itemsize,), 0xAA, dtype=torch.uint8)
+        self.tensors.append(flat.view(dtype).view(shape))
+        return self.tensors[-1]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("name", _TENSOR_TYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0)])
+def test_every_dtype_is_stacked_into_given_memory(name: str, shape: tuple[int, ...]) -> None:
+    dtype = _TENSOR_TYPES[name]
+    size = math.prod(shape) * dtype.itemsize
+    values = [torch.randint(0, 2 if name == "bool" else 256, (size,), dtype=torch.uint8) for _ in range(3)]
+    samples = [value.view(dtype).view(shape) for value in values]
+    given = Given()
+    found = collate_into([{"x": sample} for sample in samples], given.empty)["x"]
+    assert found.data_ptr() == given.tensors[0].data_ptr()
+    assert same(found, torch.cat(values).view(dtype).view(3, *shape))
+    assert same(found, collate_samples(samples))
+
+
+def test_what_is_stacked_lies_in_given_memory() -> None:
+    samples: list[Any] = [
+        (torch.full((2, 2), float(i)).t(), {"a": np.full(3, i, ">i4"), "b": [i, f"{i}"]}, np.float64(i), None)
+        for i in range(4)
+    ]
+    given = Given()
+    found = collate_into(samples, given.empty)
+    _assert_same(found, collate_samples(samples))
+    assert same(found, collate_samples(samples))
+    stacked = [found[0], found[1]["a"], found[2]]
+    assert [tensor.data_ptr() for tensor in stacked] == [tensor.data_ptr() for tensor in given.tensors]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.ones(2), torch.ones(2, requires_grad=True)],
+        [torch.ones(2).as_subclass(Own), torch.ones(2)],
+        [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])],
+    ],
+    ids=["gradient", "subclass", "conjugated"],
+)
+def test_what_is_more_than_bytes_is_stacked_by_torch(samples: list[torch.Tensor]) -> None:
+    given = Given()
+    found = collate_into(samples, given.empty)
+    expected = torch.stack(samples)
+    assert given.tensors == []
+    assert (type(found), found.requires_grad) == (type(expected), expected.requires_grad)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("values", "error"), [([1, 2.5], TypeError), ([torch.ones(1), torch.ones(2)], ValueError)])
+def test_given_memory_does_not_change_what_is_refused(values: list[Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="Field sample"):
+        collate_into(values, Given().empty)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_speedkit.data import LMDBDataModule, SpeedkitDataModule
+from lightning_speedkit.data import LMDBDataModule, RingLoader, SpeedkitDataModule
+from lightning_speedkit.data.device_transform import DeviceTransform
 from tests.data.child import run_child
 from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
 from tests.two_ranks import on_two_ranks
@@ -29,9 +31,20 @@ def epochs_of(data: SpeedkitDataModule, epochs: int = 2) -> list[list[int]]:
     return [seen[i : i + SIZES["train"]] for i in range(0, len(seen), SIZES["train"])]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_all_stages(tmp_path: Path, workers: int) -> None:
-    model, data = Recorder(), Numbers(tmp_path / "stores", batch_size=4, num_workers=workers)
+LOADERS = [
+    ("auto", None),
+    ("auto", 0),
+    ("threads", 2),
+    ("processes", 2),
+    ("inline", None),
+    ("torch", None),
+    ("torch", 2),
+]
+
+
+@pytest.mark.parametrize(("loader", "workers"), LOADERS)
+def test_all_stages(tmp_path: Path, loader: str, workers: int | None) -> None:
+    model, data = Recorder(), Numbers(tmp_path / "stores", batch_size=4, loader=loader, num_workers=workers)
     run = trainer(max_epochs=2)
     run.fit(model, datamodule=data)
     run.validate(model, datamodule=data)
@@ -117,8 +130,8 @@ def test_a_second_fit_with_the_same_objects(tmp_path: Path) -> None:
     assert [sorted(flat(model.seen["train"][i : i + 6])) for i in (0, 6)] == [list(range(24))] * 2
 
 
-def test_loader_settings(tmp_path: Path) -> None:
-    data = Numbers(tmp_path, batch_size=7, num_workers=2, prefetch_factor=5, drop_last=True)
+def test_settings_of_torchs_loader(tmp_path: Path) -> None:
+    data = Numbers(tmp_path, batch_size=7, loader="torch", num_workers=2, prefetch_factor=5, drop_last=True)
     data.prepare_data()
     train, val = data.train_dataloader(), data.val_dataloader()
     for loader in (train, val):
@@ -127,9 +140,21 @@ def test_loader_settings(tmp_path: Path) -> None:
         assert not loader.pin_memory
     assert (len(train), len(val)) == (3, 1)  # 24 = 3 x 7 + 3; evaluation never drops a sample
     assert isinstance(train.sampler, DistributedSampler)
-    assert Numbers(tmp_path, pin_memory=True).val_dataloader().pin_memory
-    plain = Numbers(tmp_path).train_dataloader()
+    assert Numbers(tmp_path, loader="torch", pin_memory=True).val_dataloader().pin_memory
+    plain = Numbers(tmp_path, loader="torch").train_dataloader()
     assert (plain.num_workers, plain.persistent_workers, plain.prefetch_factor) == (0, False, None)
+
+
+def test_settings_of_the_ring_loader(tmp_path: Path) -> None:
+    data = Numbers(tmp_path, batch_size=7, num_workers=2, prefetch_factor=5, drop_last=True, remainder="drop")
+    data.prepare_data()
+    train, val = data.train_dataloader(), data.val_dataloader()
+    for loader in (train, val):
+        assert isinstance(loader, RingLoader)
+        assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (7, 2, 5)
+    assert (len(train), len(val)) == (3, 1)
+    assert (train.order.remainder, val.order.remainder) == ("drop", "exact")
+    assert (train.order.drop_last, val.order.drop_last) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +166,11 @@ def test_loader_settings(tmp_path: Path) -> None:
         ({"num_workers": -1}, ValueError),
         ({"prefetch_factor": 0}, ValueError),
         ({"seed": -1}, ValueError),
-        ({"shuffle": "no"}, TypeError),
+        ({"shuffle": "no"}, ValueError),
+        ({"shuffle": 1}, TypeError),
+        ({"loader": "thread"}, ValueError),
+        ({"loader": None}, TypeError),
+        ({"remainder": "exact"}, ValueError),
         ({"shuffle": None}, TypeError),
         ({"drop_last": 3}, TypeError),
         ({"pin_memory": "x"}, TypeError),
@@ -208,6 +237,7 @@ def test_what_workers_get_pickled_holds_no_trainer(tmp_path: Path, data_class: t
     data.factor = 3  # type: ignore[attr-defined]
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(data)
+    data.loader = "torch"
     loader = data.train_dataloader()
     samples = [loader.dataset[i] for i in range(4)]
     there = pickle.loads(pickle.dumps(loader.collate_fn))(samples)
@@ -233,10 +263,11 @@ class Unpicklable(Recorder):
 
 def _fit_with_workers(folder: str, method: str) -> None:
     torch.multiprocessing.set_start_method(method)
-    data, model = Numbers(folder, batch_size=8, num_workers=1, shuffle=False), Unpicklable()
-    data.prepare_data()
-    trainer(max_epochs=2, limit_val_batches=0).fit(model, datamodule=data)
-    assert flat(model.seen["train"]) == list(range(24)) * 2
+    for loader in ("torch", "processes"):
+        data, model = Numbers(folder, batch_size=8, loader=loader, num_workers=1, shuffle=False), Unpicklable()
+        data.prepare_data()
+        trainer(max_epochs=2, limit_val_batches=0).fit(model, datamodule=data)
+        assert flat(model.seen["train"]) == list(range(24)) * 2
 
 
 @pytest.mark.slow
@@ -263,6 +294,7 @@ class Draws(Dataset[int]):
 
 
 def _first_seed(data: SpeedkitDataModule, split: str, rank: int = 0, epoch: int = 0) -> int:
+    data.loader = "torch"
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         distributed_sampler_kwargs={"num_replicas": 2, "rank": rank},
         current_epoch=epoch,
@@ -286,10 +318,12 @@ class Drawn(Recorder):
         return self.layer.weight.sum()
 
 
-def test_a_resumed_run_does_not_repeat_the_workers_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", ["torch", "auto", "processes", "inline"])
+def test_a_resumed_run_does_not_repeat_the_workers_numbers(tmp_path: Path, loader: str) -> None:
     def fit(epochs: int, path: Path | None = None) -> tuple[list[int], Any]:
         model, run = Drawn(), trainer(max_epochs=epochs, limit_val_batches=0)
-        run.fit(model, datamodule=Drawing(batch_size=2, num_workers=1), ckpt_path=path)
+        data = Drawing(batch_size=2, loader=loader, num_workers=1 if loader == "torch" else None)
+        run.fit(model, datamodule=data, ckpt_path=path)
         return flat(model.seen["train"]), run
 
     first, run = fit(1)
@@ -298,6 +332,8 @@ def test_a_resumed_run_does_not_repeat_the_workers_numbers(tmp_path: Path) -> No
     assert len(set(first + second)) == 8
     assert fit(2, tmp_path / "a.ckpt")[0] == second
     assert fit(1)[0] == first
+    if loader != "torch":
+        assert fit(2)[0] == first + second  # and they are those of the unbroken run
 
 
 Seen = tuple[list[list[int]], list[list[int]]]
@@ -322,3 +358,159 @@ def test_two_ranks_read_disjoint_halves_of_one_order(tmp_path: Path) -> None:
             order = order if shuffle else list(range(24))
             assert halves == [order[0::2], order[1::2]]
         assert sorted(flat(val[:1] + other_val[:1])) == list(range(6))
+
+
+# A run that stops in the middle of an epoch and goes on
+
+
+class ReadsSteps(Recorder):
+    """Reads the number of steps before training, at which Lightning makes the loaders and forgets their state."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def _stop_and_go(
+    folder: Path, model: type[Recorder], loader: str, stop: int, **settings: Any
+) -> tuple[Recorder, Recorder, Recorder]:
+    def run(**more: Any) -> Any:
+        return trainer(limit_val_batches=0, **{"max_epochs": 3, **settings, **more})
+
+    def data() -> Numbers:
+        return Numbers(folder, batch_size=5, seed=1, loader=loader)
+
+    models = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        models.append(model())
+    whole, first, second = models
+    run().fit(whole, datamodule=data())
+    save = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=stop, save_top_k=-1)
+    run(max_steps=stop, callbacks=[save], enable_checkpointing=True).fit(first, datamodule=data())
+    run().fit(second, datamodule=data(), ckpt_path=next((folder / "checkpoints").glob("*.ckpt")))
+    return whole, first, second
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 7, 10])
+@pytest.mark.parametrize("model", [Recorder, ReadsSteps])
+def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, model: type[Recorder], stop: int) -> None:
+    """24 samples in batches of 5 are 5 steps an epoch: the stops are within, at the end, and at the start of one."""
+    whole, first, second = _stop_and_go(tmp_path, model, "auto", stop)
+    assert first.seen["train"] + second.seen["train"] == whole.seen["train"]
+    assert torch.equal(second.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("loader", ["processes", "inline"])
+def test_every_kind_of_worker_resumes(tmp_path: Path, loader: str) -> None:
+    whole, first, second = _stop_and_go(tmp_path, ReadsSteps, loader, 7)
+    assert first.seen["train"] + second.seen["train"] == whole.seen["train"]
+
+
+def test_accumulation_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole, first, second = _stop_and_go(tmp_path, ReadsSteps, "auto", 2, accumulate_grad_batches=2)
+    assert first.seen["train"] + second.seen["train"] == whole.seen["train"]
+    assert torch.equal(second.layer.weight, whole.layer.weight)
+
+
+def _train_on_ranks(folder: str, ranks: int, checkpoint: str | None, steps: int) -> list[list[int]]:
+    model = ReadsSteps()
+    run = trainer(
+        max_epochs=2,
+        max_steps=steps,
+        limit_val_batches=0,
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, filename=f"{ranks}", every_n_train_steps=4)],
+    )
+    data = Numbers(folder, batch_size=4 // ranks, seed=1)
+    run.fit(model, datamodule=data, ckpt_path=checkpoint)
+    return model.seen["train"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """24 samples, 4 in a step over all ranks; 4 steps are done when the run stops, and the rest are 2 + 6."""
+    Numbers(tmp_path).prepare_data()
+    seen: list[list[int]] = []
+    for ranks, checkpoint, steps in ((sizes[0], None, 4), (sizes[1], f"{tmp_path}/{sizes[0]}.ckpt", -1)):
+        arguments = (str(tmp_path), ranks, checkpoint, steps)
+        parts = on_two_ranks(_train_on_ranks, *arguments) if ranks == 2 else [_train_on_ranks(*arguments)]
+        assert len({len(part) for part in parts}) == 1
+        seen += [sorted(sum(batches, [])) for batches in zip(*parts, strict=True)]
+    expected = []
+    for epoch in (0, 1):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(1 + epoch)).tolist()
+        expected += [sorted(order[i : i + 4]) for i in range(0, 24, 4)]
+    assert seen == expected
+
+
+def _evaluate_on_a_rank(root: str) -> dict[str, Any]:
+    model, data = Recorder(), Numbers(root, batch_size=2)
+    run = trainer(devices=2, strategy="ddp")
+    run.validate(model, datamodule=data)
+    run.test(model, datamodule=data)
+    run.predict(model, datamodule=data)
+    return model.seen
+
+
+def test_evaluation_on_two_ranks_sees_every_sample_once(tmp_path: Path) -> None:
+    Numbers(tmp_path).prepare_data()
+    first, second = on_two_ranks(_evaluate_on_a_rank, str(tmp_path))
+    for split in ("val", "test", "predict"):
+        assert sorted(flat(first[split]) + flat(second[split])) == list(range(SIZES[split])), split
+        assert len(first[split]) == len(second[split])
+
+
+def test_two_datamodules_over_the_same_files(tmp_path: Path) -> None:
+    first, second = Numbers(tmp_path, batch_size=4, shuffle=False), Numbers(tmp_path, batch_size=6, shuffle=False)
+    first.prepare_data()
+    batches = list(zip(first.train_dataloader(), second.train_dataloader(), strict=False))
+    assert flat([numbers.tolist() for (_, numbers), _ in batches]) == list(range(16))
+    assert flat([numbers.tolist() for _, (_, numbers) in batches]) == list(range(24))
+
+
+class Scaled(Numbers):
+    def device_transform(self) -> DeviceTransform:
+        return DeviceTransform(train=[_negated], always=[_doubled])
+
+
+def _negated(images: torch.Tensor) -> torch.Tensor:
+    return -images
+
+
+def _doubled(images: torch.Tensor) -> torch.Tensor:
+    return 2 * images
+
+
+class Sees(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, list[float]] = {"train": [], "val": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.values["train"] += batch[0][:, 0].tolist()
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.values["val"] += batch[0][:, 0].tolist()
+
+
+class Shifts(Sees):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0] + 1, *batch[1:])
+
+
+@pytest.mark.parametrize(("model", "shift"), [(Sees, 0), (Shifts, 1)])
+@pytest.mark.parametrize("loader", ["auto", "torch"])
+def test_whole_batches_are_transformed_before_the_module_has_them(
+    tmp_path: Path, model: type[Sees], shift: int, loader: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    plain, transformed = Sees(), model()
+    for network, data in ((plain, Numbers), (transformed, Scaled)):
+        trainer(max_epochs=1).fit(network, datamodule=data(tmp_path, batch_size=4, loader=loader))
+    assert transformed.values["train"] == pytest.approx([-2 * value + shift for value in plain.values["train"]])
+    assert transformed.values["val"] == pytest.approx([2 * value + shift for value in plain.values["val"]])
+    assert not [warning for warning in recwarn if "on_after_batch_transfer" in str(warning.message)]

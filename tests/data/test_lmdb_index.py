@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +53,41 @@ def test_places_are_those_of_filling_blocks_in_turn(sizes: list[int]) -> None:
     for block in range(index.blocks):
         assert list(index.samples_of(block)) == [i for i, place in enumerate(expected) if place[0] == block]
     assert index.meta["payload_bytes"] == sum(sizes)
+    numbers = np.array([*range(len(sizes)), *range(len(sizes) - 1, -1, -2)], dtype=np.int64)
+    blocks, starts = index.places(numbers)
+    assert (blocks.dtype, starts.dtype) == (np.int64, np.int64)
+    assert list(zip(blocks.tolist(), starts.tolist(), strict=True)) == [expected[i] for i in numbers]
+    assert index.sizes(0, numbers, 1).tolist() == [sizes[i] for i in numbers]
+    assert index.shape_of_all(0) == ((sizes[0],) if len(set(sizes)) == 1 else None)
+    firsts = index.block_firsts()
+    assert firsts.dtype == np.int64
+    assert firsts.tolist() == [[place[0] for place in expected].index(block) for block in range(index.blocks)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.tuples(st.integers(0, 3), st.integers(0, 3))),
+        min_size=1, max_size=20,
+    ),
+    st.integers(1, 16),
+)  # fmt: skip
+def test_sizes_of_fields_of_any_rank(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], item_bytes: int) -> None:
+    schema = Schema.of((torch.zeros(1, dtype=torch.uint8), 5, torch.zeros(1, dtype=torch.uint8)))
+    size = [math.prod(first) + 8 + math.prod(second) for first, second in shapes]
+    builder = IndexBuilder(schema, size[0], 4096)
+    for one, (first, second) in zip(size, shapes, strict=True):
+        builder.add(one, (first, (), second))
+    index = StoreIndex.of(*builder.finish(4096))
+    numbers = np.arange(len(shapes))[::-1]
+    for leaf, column in enumerate(
+        ([first for first, _ in shapes], [()] * len(shapes), [second for _, second in shapes])
+    ):
+        found = index.sizes(leaf, numbers, item_bytes)
+        assert found.dtype == np.int64
+        assert found.tolist() == [item_bytes * math.prod(shape) for shape in column[::-1]]
+        assert index.shape_of_all(leaf) == (column[0] if len(set(column)) == 1 else None)
+    assert [index.shapes(i) for i in range(len(shapes))] == [(first, (), second) for first, second in shapes]
 
 
 @pytest.mark.parametrize(

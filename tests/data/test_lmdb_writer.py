@@ -16,7 +16,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from lightning_speedkit.data import LMDBDataset, LMDBWriter, lmdb_writer, verify_lmdb, write_lmdb
+from lightning_speedkit.data import LMDBDataset, LMDBWriter, block_appender, lmdb_writer, verify_lmdb, write_lmdb
+from lightning_speedkit.data.block_appender import BlockAppender
 from lightning_speedkit.errors import StoreWriteError
 from tests.data.forked import end_of_fork, kill_self
 
@@ -63,7 +64,7 @@ def killed_around(name: str, *, after: bool, of: Any = lmdb_writer) -> Callable[
             kill_self()
 
         setattr(of, name, replacement)
-        lmdb_writer._COMMIT_BYTES = 20_000
+        block_appender._COMMIT_BYTES = 20_000
         write(NEW, path)
 
     return run
@@ -74,8 +75,8 @@ MOMENTS = {
     "after one sample": (killed_at(1), False),
     "in the middle": (killed_at(50), False),
     "after the last sample": (killed_at(100), False),
-    "before the first commit": (killed_around("_commit", after=False, of=LMDBWriter), False),
-    "after the first commit": (killed_around("_commit", after=True, of=LMDBWriter), False),
+    "before the first commit": (killed_around("_commit", after=False, of=BlockAppender), False),
+    "after the first commit": (killed_around("_commit", after=True, of=BlockAppender), False),
     "before the seal": (killed_around("_seal", after=False), False),
     "in the seal, before it is synced": (killed_around("fsync", after=False, of=os), False),
     "after the seal": (killed_around("_seal", after=True), False),
@@ -168,8 +169,8 @@ def test_a_store_is_replaced_while_it_is_read(path: Path) -> None:
 
 
 def test_the_map_grows_until_the_samples_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_writer, "_FIRST_MAP_BYTES", 1 << 15)
-    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 1 << 16)
+    monkeypatch.setattr(block_appender, "_FIRST_MAP_BYTES", 1 << 15)
+    monkeypatch.setattr(block_appender, "_COMMIT_BYTES", 1 << 16)
     samples = [os.urandom(70_000) for _ in range(40)]
     assert content(write(samples, path)) == samples
     assert path.stat().st_size < 1.1 * sum(map(len, samples))
@@ -179,7 +180,7 @@ def test_the_map_grows_until_the_samples_fit(path: Path, monkeypatch: pytest.Mon
 def test_commits_of_any_size_give_the_same_samples(
     path: Path, commit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+    monkeypatch.setattr(block_appender, "_COMMIT_BYTES", commit_bytes)
     assert content(write(NEW, path)) == NEW
 
 
@@ -243,21 +244,21 @@ def test_the_progress_bar_goes_to_stderr(path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("fault", [StoreWriteError("full"), KeyboardInterrupt(), MemoryError()])
-@pytest.mark.parametrize("where", ["_commit", "_end_block"])
+@pytest.mark.parametrize(("of", "where"), [(BlockAppender, "_commit"), (LMDBWriter, "_next_block")])
 @pytest.mark.parametrize("old", [True, False])
 def test_a_failed_write_that_is_caught_is_not_published(
-    path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, where: str, old: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, of: type, where: str, old: bool
 ) -> None:
-    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 1)
+    monkeypatch.setattr(block_appender, "_COMMIT_BYTES", 1)
     if old:
         write(OLD, path)
-    real = getattr(LMDBWriter, where)
+    real = getattr(of, where)
 
-    def fails_once(self: LMDBWriter, *arguments: Any) -> None:
-        monkeypatch.setattr(LMDBWriter, where, real)
+    def fails_once(self: Any, *arguments: Any) -> None:
+        monkeypatch.setattr(of, where, real)
         raise fault
 
-    monkeypatch.setattr(LMDBWriter, where, fails_once)
+    monkeypatch.setattr(of, where, fails_once)
     refused = 0
     with pytest.raises(StoreWriteError, match="not published"), LMDBWriter(path, block_bytes=4096) as writer:  # noqa: PT012
         for sample in NEW:
@@ -265,7 +266,7 @@ def test_a_failed_write_that_is_caught_is_not_published(
                 writer.write(sample)
             except (StoreWriteError, KeyboardInterrupt, MemoryError):
                 refused += 1
-    assert refused == len(NEW) - 1  # the second block fails, and all that comes after it is refused
+    assert refused >= len(NEW) - 5  # a thread tells it a few blocks late; then all that comes is refused
     if old:
         assert content(path) == OLD
     assert [file.name for file in path.parent.iterdir()] == ["a.lmdb"] * old

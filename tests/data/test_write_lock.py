@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+
+import pytest
 
 from lightning_speedkit.data.write_lock import exclusive_lock
 from tests.data.forked import end_of_fork, kill_self
@@ -34,3 +38,21 @@ def test_a_lock_waits_for_its_holder_and_outlives_no_process(tmp_path: Path) -> 
     os.waitpid(child, 0)
     assert trace.read_text() == "child parent"
     assert not lock.exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, wait: bool
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(OSError, match=r"no locks \(flock\): write on a local disk") as caught,
+        exclusive_lock(tmp_path / "x.lock", wait=wait),
+    ):
+        pass
+    assert caught.value.errno == code
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_speedkit.measure.lightning_internals import (
+    change_train_dataloaders,
     forget_metric_attributes,
     forget_static_graph_flush,
     is_accumulating,
@@ -139,3 +140,81 @@ def test_metrics_are_known_by_their_ids_and_a_copy_forgets_them() -> None:
 def test_a_lightning_without_the_names_of_metrics_is_told() -> None:
     with pytest.raises(AttributeError, match=r"no LightningModule\._metric_attributes"):
         forget_metric_attributes(nn.Module())  # type: ignore[arg-type]
+
+
+class _Changes(Callback):
+    """Gives the run another loader, and keeps what it was asked about."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+        self.asked: list[Any] = []
+        self.undo: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        def change(given: Any) -> Any:
+            self.asked.append(given)
+            return self.other(given)
+
+        self.undo = change_train_dataloaders(trainer, change)
+
+
+class _FromHook(_Norm):
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(4.0).reshape(2, 2, 1), batch_size=None)  # type: ignore[arg-type]
+
+
+def test_the_training_loaders_can_be_changed_each_time_they_are_asked_for() -> None:
+    changes = _Changes(lambda given: DataLoader(torch.rand(3, 2, 1), batch_size=None))  # type: ignore[arg-type]
+    steps = _Watch()
+    _fit(changes, steps, max_epochs=2, module=_FromHook())
+    (given,) = changes.asked
+    assert isinstance(given, DataLoader)
+    assert len(steps.steps) == 6
+    reloaded = _Changes(lambda given: given)
+    _fit(reloaded, max_epochs=3, module=_FromHook(), reload_dataloaders_every_n_epochs=1)
+    assert len(reloaded.asked) == 3
+
+
+def test_a_loader_that_was_made_there_can_be_made_anew_by_lightning() -> None:
+    """Lightning records how a loader was made, and what was set on it, while it asks for the loaders."""
+
+    class Own(DataLoader[Any]):
+        mark = 0
+
+    def change(given: DataLoader[Any]) -> Own:
+        own = Own(given.dataset, batch_size=None, shuffle=True)
+        own.mark = 7
+        return own
+
+    class Looks(Callback):
+        loader: Any = None
+
+        def on_train_start(self, trainer: Any, *rest: Any) -> None:
+            Looks.loader = trainer.train_dataloader
+
+    _fit(_Changes(change), Looks(), max_epochs=1, overfit_batches=2)  # makes it anew, without shuffling
+    assert type(Looks.loader) is Own
+    assert Looks.loader.mark == 7
+    assert isinstance(Looks.loader.sampler, torch.utils.data.SequentialSampler)
+
+
+def test_a_change_of_the_training_loaders_is_undone() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    source = trainer.fit_loop._data_source
+    source.instance = "given"  # type: ignore[assignment]
+    first = change_train_dataloaders(trainer, lambda given: f"{given} first")
+    second = change_train_dataloaders(trainer, lambda given: f"{given} second")
+    assert source.dataloader() == "given first second"
+    second()
+    assert source.dataloader() == "given first"
+    first()
+    first()
+    assert source.dataloader() == "given"
+    assert "dataloader" not in vars(source)
+
+
+def test_a_lightning_without_a_source_of_loaders_is_told() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit_loop._data_source = object()  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match=r"no _DataLoaderSource\.dataloader"):
+        change_train_dataloaders(trainer, lambda given: given)

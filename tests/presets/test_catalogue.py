@@ -16,7 +16,7 @@ _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar":
 def test_the_catalogue_is_this() -> None:
     assert names() == (
         *("fp32", "bf16-mixed", "fp16-mixed", "precision-auto"),
-        *("accumulate-4", "checkpoint-activations", "quantize-int8", "ddp", "ddp-static"),
+        *("accumulate-4", "checkpoint-activations", "quantize-int8", "ddp", "ddp-static", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 
@@ -24,7 +24,7 @@ def test_the_catalogue_is_this() -> None:
 @pytest.mark.parametrize("name", names())
 def test_a_preset_is_readable_data(name: str) -> None:
     preset = get(name)
-    assert preset.kind in ("precision", "optimize", "memory", "compress", "parallel", "bundle")
+    assert preset.kind in ("precision", "optimize", "memory", "compress", "parallel", "data", "bundle")
     assert 10 < len(preset.summary) < 120
     assert preset.includes == () or preset.kind == "bundle"
 

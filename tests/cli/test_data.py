@@ -1,0 +1,195 @@
+"""``speedkit data bench``: what it measures of which store, and what it says."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_speedkit.cli import data as module
+from lightning_speedkit.cli.main import main
+from lightning_speedkit.data import write_lmdb
+from lightning_speedkit.errors import SourceError, StoreNotFoundError
+
+QUICK = ["--seconds", "0.05", "--workers", "1", "--no-disk"]
+
+
+@pytest.fixture
+def store() -> str:
+    rows = np.random.default_rng(0).integers(0, 255, (64, 3, 16, 16), dtype=np.uint8)
+    write_lmdb(((row, number) for number, row in enumerate(rows)), "raw.lmdb")
+    return "raw.lmdb"
+
+
+def _table(out: str) -> dict[str, str]:
+    """The rows of one store: the name, and what stands beside it."""
+    lines = [line.strip() for line in out.splitlines()[1:] if line.strip()]
+    names = (
+        "store", "batches", "machine", "first pass", "from memory", "memory copy", "disk", "without transform",
+        "without decoding", "DataLoader, 0 workers", "DataLoader, 1 workers", "bound by", "advice",
+    )  # fmt: skip
+    found = {name: line[len(name) :].strip() for line in lines for name in names if line.startswith(f"{name}  ")}
+    assert len(found) == len(lines), out
+    return found
+
+
+def _number(text: str) -> float:
+    return float(text.split()[0].replace(",", ""))
+
+
+def test_a_store_of_tensors(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "bench", store, *QUICK, "--batch-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("raw.lmdb\n")
+    table = _table(out)
+    assert table["store"].startswith("64 samples, ")
+    assert table["store"].endswith(" 776 bytes per sample when loaded")  # 3 x 16 x 16, and a number of 8
+    assert table["disk"] == "not measured"
+    assert table["bound by"] in ("memory copy", "handing out batches")
+    assert "without transform" not in table
+    samples, megabytes = _number(table["memory copy"]), _number(table["memory copy"].split(", ", 1)[1])
+    assert megabytes * 1e6 == pytest.approx(samples * 776, rel=0.05, abs=1e6)
+    warm, share = _number(table["from memory"]), float(table["from memory"].split()[-5].rstrip("%")) / 100
+    assert share == pytest.approx(warm / samples, abs=0.02)
+
+
+def test_the_store_is_not_changed(store: str) -> None:
+    before = Path(store).read_bytes(), Path(store).stat().st_mtime_ns
+    main(["data", "bench", store, *QUICK, "--cold"])
+    assert (Path(store).read_bytes(), Path(store).stat().st_mtime_ns) == before
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["raw.lmdb"]
+
+
+def test_the_disk_is_measured_and_leaves_nothing(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "bench", store, "--seconds", "0.1", "--workers", "1"])
+    assert "sequential" in _table(capsys.readouterr().out)["disk"]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["raw.lmdb"]
+
+
+def test_a_disk_that_cannot_be_measured_is_told(
+    store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: Any, *, seconds: float) -> Any:
+        raise OSError("nothing to read there")
+
+    monkeypatch.setattr("lightning_speedkit.measure.storage.measure_storage", fail)
+    assert main(["data", "bench", store, "--seconds", "0.05", "--workers", "1"]) == 0
+    assert _table(capsys.readouterr().out)["disk"] == "not measured: nothing to read there"
+
+
+def test_a_folder_is_every_store_in_it(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("b.lmdb").write_bytes(Path(store).read_bytes())
+    assert main(["data", "bench", ".", *QUICK]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert (first.splitlines()[0], second.splitlines()[0]) == ("b.lmdb", "raw.lmdb")
+    Path("empty").mkdir()
+    assert main(["data", "bench", "empty"]) == 1
+    assert "holds no *.lmdb file" in capsys.readouterr().err
+
+
+_TRANSFORM = """
+calls = 0
+
+def slow(sample):
+    total = 0
+    for number in range(30_000):
+        total += number
+    return sample
+
+def broken(sample):
+    raise KeyError("no such key")
+"""
+
+
+def test_a_transform_that_takes_the_time_is_named(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slow_transform.py").write_text(_TRANSFORM)
+    words = ["data", "bench", store, "--seconds", "0.05", "--workers", "0", "--no-disk"]
+    assert main([*words, "--transform", "slow_transform:slow"]) == 0
+    table = _table(capsys.readouterr().out)
+    assert table["bound by"] == "the Python transform"
+    assert _number(table["without transform"]) > 2 * _number(table["from memory"])
+    assert main([*words, "--transform", "slow_transform:broken"]) == 1
+    assert "no such key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nowhere_at_all:f", "json:no_such", "json", "json:__name__"])
+def test_a_transform_that_is_not_there_is_one_line(name: str, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "bench", store, *QUICK, "--transform", name]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert name in err
+    with pytest.raises(SourceError):
+        main(["data", "bench", store, *QUICK, "--transform", name, "--debug"])
+
+
+def test_pictures_are_decoded_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 300, 3), dtype=np.uint8)).save(file, "PNG")
+    write_lmdb([{"image": file.getvalue(), "label": number} for number in range(16)], "pictures.lmdb")
+    words = ["data", "bench", "pictures.lmdb", "--batch-size", "4", "--seconds", "0.1", "--workers", "1", "--no-disk"]
+    assert main([*words, "--image", "image=32"]) == 0
+    table = _table(capsys.readouterr().out)
+    assert table["store"].endswith(f" {3 * 32 * 32 + 8:,} bytes per sample when loaded")
+    assert table["bound by"] == "decoding on the CPU"
+    assert main(words) == 0
+    table = _table(capsys.readouterr().out)
+    assert table["store"].endswith(f" {len(file.getvalue()) + 8:,} bytes per sample when loaded")
+
+
+def test_samples_of_many_sizes_are_handed_out_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    write_lmdb([np.zeros(number + 1) for number in range(20)], "many.lmdb")
+    assert main(["data", "bench", "many.lmdb", *QUICK, "--compare"]) == 0
+    table = _table(capsys.readouterr().out)
+    assert table["batches"].startswith("lists of samples")
+    assert table["bound by"] == "Python code per sample"
+    assert _number(table["DataLoader, 0 workers"]) > 0
+    assert _number(table["DataLoader, 1 workers"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data"], "required: COMMAND"),
+        (["data", "bench"], "required: PATH"),
+        (["data", "bench", "x", "--seconds", "0"], "must be above 0"),
+        (["data", "bench", "x", "--seconds", "soon"], "--seconds"),
+        (["data", "bench", "x", "--batch-size", "0"], "must be at least 1"),
+        (["data", "bench", "x", "--workers", "-1"], "must be at least 0"),
+        (["data", "bench", "x", "--workers", "two"], "invalid whole number value: 'two'"),
+        (["data", "bench", "x", "--image", "image"], "must be KEY=SIZE"),
+        (["data", "bench", "x", "--image", "image=big"], "must be KEY=SIZE"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(words)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_at_the_path_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "bench", "absent.lmdb", *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "absent.lmdb" in err
+    with pytest.raises(StoreNotFoundError):
+        main(["data", "bench", "absent.lmdb", *QUICK, "--debug"])
+
+
+def test_a_system_without_a_way_to_forget_pages_is_told(
+    store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr("os.posix_fadvise")
+    assert main(["data", "bench", store, *QUICK, "--cold"]) == 1
+    assert "posix_fadvise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "key"), [("image=224", ("image", 224)), ("0=32", (0, 32)), ("a=b=8", ("a=b", 8))])
+def test_the_place_of_a_picture(text: str, key: tuple[Any, int]) -> None:
+    assert module._image(text) == key
