@@ -18,7 +18,6 @@ distributed sampler), #10469 (augmentation on the device); pytorch/pytorch#62066
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +31,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
-from lightning_speedkit.data.batch_random import training_seed
 from lightning_speedkit.data.collate import collate_samples
+from lightning_speedkit.data.datamodule_hooks import CollateOfDataModule, TransformOnDevice
 from lightning_speedkit.data.device_prefetch import DevicePrefetcher
 from lightning_speedkit.data.device_transform import DeviceTransform
 from lightning_speedkit.data.epoch_order import EpochOrder
@@ -50,42 +49,6 @@ SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": 
 
 class NoSuchSplit(list[Any]):
     """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
-
-
-class _Collate:
-    """A DataModule's ``collate``; spawned workers get it without the Trainer, which leads to the model and all else."""
-
-    def __init__(self, data: SpeedkitDataModule) -> None:
-        self._data = data
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        return self._data.collate(samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        alone = copy.copy(self._data)
-        alone.trainer = None
-        alone._loaders, alone._training = {}, None
-        alone.__dict__.pop("on_after_batch_transfer", None)
-        return {"_data": alone}
-
-
-class _TransformOnDevice:
-    """The hook ``on_after_batch_transfer``: the transform, then what the DataModule's class or the module has there."""
-
-    def __init__(self, data: SpeedkitDataModule, transform: DeviceTransform) -> None:
-        self._data = data
-        self._transform = transform
-        self.__code__ = type(self).__call__.__code__  # by which Lightning knows whether a hook is overridden
-
-    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
-        trainer = self._data.trainer
-        if trainer is None:
-            return batch
-        batch = self._transform(batch, training=trainer.training, seed=training_seed(trainer, self._data.seed))
-        own = type(self._data).on_after_batch_transfer
-        if own is not LightningDataModule.on_after_batch_transfer:
-            return own(self._data, batch, dataloader_idx)
-        return trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx)
 
 
 class SpeedkitDataModule(LightningDataModule):
@@ -133,32 +96,17 @@ class SpeedkitDataModule(LightningDataModule):
         super().__init__()
         if num_workers == 0 and loader in ("threads", "processes"):
             raise ValueError(f"loader={loader!r} needs num_workers of 1 or more, or None; 0 means loader='inline'.")
-        choices: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-            ("loader", loader, LOADERS),
-            ("remainder", remainder, ("pad", "drop")),
-            ("shuffle", shuffle, (True, False, "full", "blocks")),
-        )
-        for name, choice, allowed in choices:
-            if type(choice) not in {type(value) for value in allowed}:
-                raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}.")
-            if choice not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}.")
         if shuffle == "blocks" and loader == "torch":
             raise ValueError("shuffle='blocks' is not for loader='torch'; use shuffle=True.")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("num_workers", 0 if num_workers is None else num_workers, 0),
-            ("prefetch_factor", prefetch_factor, 1),
-            ("seed", seed, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}.")
-            if not least <= value < 2**32:
-                raise ValueError(f"{name} must be at least {least} and below 2**32, got {value}.")
-        for name, switch in (("drop_last", drop_last), ("pin_memory", pin_memory)):
-            if not isinstance(switch, bool) and (switch is not None or name != "pin_memory"):
-                allowed = "True, False or None" if name == "pin_memory" else "True or False"
-                raise TypeError(f"{name} must be {allowed}, got {switch!r}.")
+        _check_choice("loader", loader, LOADERS)
+        _check_choice("remainder", remainder, ("pad", "drop"))
+        _check_choice("shuffle", shuffle, (True, False, "full", "blocks"))
+        _check_choice("drop_last", drop_last, (True, False))
+        _check_choice("pin_memory", pin_memory, (True, False, None))
+        _check_number("batch_size", batch_size, 1)
+        _check_number("num_workers", 0 if num_workers is None else num_workers, 0)
+        _check_number("prefetch_factor", prefetch_factor, 1)
+        _check_number("seed", seed, 0)
         self.batch_size = batch_size
         self.loader = loader
         self.num_workers = num_workers
@@ -265,12 +213,12 @@ class SpeedkitDataModule(LightningDataModule):
         return NoSuchSplit()
 
     def _hook_transform(self) -> None:
-        """Take the hook only if there is a transform, since a hook of the DataModule takes the place of the module's."""
+        """Take the hook only if there is a transform: a hook of the DataModule takes the place of the module's."""
         transform = self.device_transform()
         if transform is None:
             self.__dict__.pop("on_after_batch_transfer", None)
         else:
-            self.on_after_batch_transfer = _TransformOnDevice(self, transform)  # type: ignore[method-assign]
+            self.on_after_batch_transfer = TransformOnDevice(self, transform)  # type: ignore[method-assign]
 
     def _ring_loader(self, split: str, dataset: Any, *, shuffle: bool | str, remainder: str) -> RingLoader:
         before = self._loaders.pop(split, None)
@@ -334,7 +282,7 @@ class SpeedkitDataModule(LightningDataModule):
 
     def _collate_fn(self) -> Callable[[Sequence[Any]], Any]:
         plain = getattr(self.collate, "__func__", None) is SpeedkitDataModule.collate
-        return collate_samples if plain else _Collate(self)
+        return collate_samples if plain else CollateOfDataModule(self)
 
     def _served(self, split: str) -> Any:
         """The dataset of a split, or ``None``; a ``TypeError`` for what a sampler cannot index."""
@@ -362,3 +310,18 @@ class SpeedkitDataModule(LightningDataModule):
 
     def _missing(self, split: str) -> str:
         return f"{type(self).__name__} has no dataset for the split {split!r}: dataset({split!r}) returned None."
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    words = f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
+    if type(value) not in {type(choice) for choice in allowed}:
+        raise TypeError(words)
+    if value not in allowed:
+        raise ValueError(words)
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if not least <= value < 2**32:
+        raise ValueError(f"{name} must be at least {least} and below 2**32, got {value}.")

@@ -184,11 +184,9 @@ def _torchvision() -> Decode:
         grey = channels == 1 and header.format == "JPEG"  # for WebP it has no grey
         mode = images.ImageReadMode.GRAY if grey else images.ImageReadMode.RGB
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # it warns of memory that is read-only
-        picture = images.decode_image(encoded, mode)
+        pixels = images.decode_image(encoded, mode).permute(1, 2, 0).contiguous().numpy()
         if reduction > 1:  # in the DCT it cannot; the mean of each square is close to that
-            mean = torch.nn.functional.avg_pool2d(picture.float(), reduction, ceil_mode=True, count_include_pad=False)
-            picture = mean.round().to(torch.uint8)
-        pixels = picture.permute(1, 2, 0).contiguous().numpy()
+            pixels = _mean_of_squares(pixels, reduction)
         return pixels if grey or channels == 3 else _grey(pixels)
 
     return decode
@@ -210,6 +208,17 @@ def _pillow() -> Decode:
             return np.array(image if image.mode == mode else image.convert(mode))  # np.asarray() would be read-only
 
     return decode
+
+
+def _mean_of_squares(picture: Pixels, side: int) -> Pixels:
+    height, width, channels = picture.shape
+    if height % side or width % side:
+        picture = np.pad(picture, ((0, -height % side), (0, -width % side), (0, 0)), mode="edge")
+    rows = picture.reshape(picture.shape[0] // side, side, -1).sum(1, dtype=np.uint16)
+    rows = rows.reshape(len(rows), -1, channels)
+    squares: Any = sum(rows[:, column::side] for column in range(side))
+    means: Pixels = ((squares + side * side // 2) // (side * side)).astype(np.uint8)
+    return means
 
 
 def _grey(picture: Pixels) -> Pixels:

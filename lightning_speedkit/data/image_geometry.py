@@ -79,9 +79,10 @@ def dct_reduction(box: Box, size: tuple[int, int]) -> int:
     >>> dct_reduction(Box(0, 0, 448, 900), (224, 224)), dct_reduction(Box(0, 0, 447, 900), (224, 224))
     (2, 1)
     """
-    if min(size) < _LEAST_SIDE:
+    height, width = size
+    if box.height < 2 * height or box.width < 2 * width or min(size) < _LEAST_SIDE:
         return 1
-    return next((n for n in (8, 4, 2) if box.height >= n * size[0] and box.width >= n * size[1]), 1)
+    return next(n for n in (8, 4, 2) if box.height >= n * height and box.width >= n * width)
 
 
 def reduced_box(box: Box, height: int, width: int, reduction: int, size: tuple[int, int]) -> Box:

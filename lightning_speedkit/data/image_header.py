@@ -25,6 +25,9 @@ _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 _FRAMES = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}  # baseline, extended, progressive; the last two with arithmetic coding
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF}  # lossless and hierarchical
 _ALONE = {0x00, 0x01, *range(0xD0, 0xD8)}  # markers without a length
+_JPEG_END = b"\xff\xd9"
+_HEAD = 2048  # bytes, in which most files say their size
+_SEGMENT = struct.Struct(">BBH")  # 0xFF, marker, length
 _FRAME = struct.Struct(">HBHHB")  # length, bits per sample, height, width, components
 _READ = "ImageField reads JPEG, PNG and WebP"
 _OTHERS = (
@@ -80,6 +83,8 @@ def read_image_header(data: memoryview) -> ImageHeader:
         header, complete = _webp(data)
     else:
         _refuse(head, len(data))
+    if complete and 0 < header.height * header.width <= MAX_PIXELS:
+        return header
     if not header.height or not header.width:
         raise ImageError(f"A {header} has no pixels: {_again(header.format)}")
     if header.height * header.width > MAX_PIXELS:
@@ -87,9 +92,7 @@ def read_image_header(data: memoryview) -> ImageHeader:
             f"A {header} is more than the {MAX_PIXELS} pixels that are decoded. If it is what it should be, pack it "
             f"smaller or in tiles."
         )
-    if not complete:
-        raise ImageError(f"A truncated {header}: its {len(data)} bytes lack the end. {_again(header.format)}")
-    return header
+    raise ImageError(f"A truncated {header}: its {len(data)} bytes lack the end. {_again(header.format)}")
 
 
 def _again(format_: str) -> str:
@@ -112,19 +115,22 @@ def _refuse(head: bytes, size: int) -> NoReturn:
 
 def _jpeg(data: memoryview) -> tuple[ImageHeader, bool]:
     at, size = 2, len(data)
+    head = bytes(data[:_HEAD])  # bytes are read faster than a memoryview
     while at + 10 <= size:
-        marker = data[at + 1]
-        if data[at] != 0xFF or marker == 0xFF:
+        if at + 10 > len(head):
+            head = bytes(data)
+        start, marker, length = _SEGMENT.unpack_from(head, at)
+        if start != 0xFF or marker == 0xFF:
             at += 1  # fill bytes, and stray ones, which decoders skip too
         elif marker in _FRAMES:
-            _, bits, height, width, components = _FRAME.unpack_from(data, at + 2)
+            _, bits, height, width, components = _FRAME.unpack_from(head, at + 2)
             header = ImageHeader("JPEG", height, width, components)
             if bits != 8 or components not in (1, 3, 4):
                 raise ImageError(
                     f"A {header} with {components} components of {bits} bits; read are 1, 3 or 4 of 8 bits. Encode it "
                     f"as an 8-bit JPEG or a PNG when packing."
                 )
-            return header, _ends_with(data, b"\xff\xd9", after=at)
+            return header, data[-2:] == _JPEG_END or _has(data, _JPEG_END, at, size)
         elif marker in _OTHER_FRAMES:
             raise ImageError(
                 f"A lossless or hierarchical JPEG (marker 0xFF{marker:02X}), which is not read. Encode it as a "
@@ -133,7 +139,7 @@ def _jpeg(data: memoryview) -> tuple[ImageHeader, bool]:
         elif marker in (0xD9, 0xDA):
             break  # the end, or the pixels, before the size
         else:
-            at += 2 if marker in _ALONE else 2 + (data[at + 2] << 8 | data[at + 3])
+            at += 2 if marker in _ALONE else 2 + length
     raise ImageError(f"A JPEG of {size} bytes that does not say its size: truncated or damaged. {_again('JPEG')}")
 
 
@@ -143,7 +149,7 @@ def _png(data: memoryview) -> tuple[ImageHeader, bool]:
             f"A PNG of {len(data)} bytes that does not say its size: truncated or damaged. {_again('PNG')}"
         )
     width, height = struct.unpack_from(">II", data, 16)
-    return ImageHeader("PNG", height, width, 0), _ends_with(data, b"IEND", after=33, tail=4)
+    return ImageHeader("PNG", height, width, 0), _has(data, b"IEND", 33, len(data) - 4)
 
 
 def _webp(data: memoryview) -> tuple[ImageHeader, bool]:
@@ -165,9 +171,6 @@ def _webp(data: memoryview) -> tuple[ImageHeader, bool]:
     return ImageHeader("WebP", height, width, 0), len(data) >= riff + 8
 
 
-def _ends_with(data: memoryview, end: bytes, *, after: int, tail: int = 0) -> bool:
-    """Whether ``end`` and ``tail`` bytes more are there: last or, in files with something appended, before that."""
-    stop = len(data) - tail
-    if stop - len(end) > after and data[stop - len(end) : stop] == end:
-        return True
-    return bytes(data[after : max(after, stop)]).rfind(end) >= 0
+def _has(data: memoryview, end: bytes, first: int, stop: int) -> bool:
+    """Whether ``end`` is among these bytes: last, or earlier in files with something appended."""
+    return data[max(first, stop - len(end)) : stop] == end or bytes(data[first:stop]).rfind(end) >= 0

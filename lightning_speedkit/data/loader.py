@@ -16,7 +16,6 @@ measured.
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 from collections import deque
@@ -24,30 +23,18 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from lightning_speedkit.data.batch_builder import BatchTask, StoreBatches, builder_for
-from lightning_speedkit.data.batch_layout import restore, walk
 from lightning_speedkit.data.epoch_order import REMAINDERS, EpochOrder
 from lightning_speedkit.data.lmdb_dataset import LMDBDataset
-from lightning_speedkit.data.process_workers import ProcessWorkers
+from lightning_speedkit.data.loader_crew import Crew, Pending
 from lightning_speedkit.data.read_ahead import ReadAhead
-from lightning_speedkit.data.ring import ALIGNMENT, Ring, SharedMemory
+from lightning_speedkit.data.shuffle_choice import choose_shuffle
 from lightning_speedkit.data.store_window import StoreWindow
-from lightning_speedkit.data.thread_workers import InlineWorker, ThreadWorkers
 from lightning_speedkit.data.worker_choice import WORKERS, choose_workers
-from lightning_speedkit.measure import read_hardware
-from lightning_speedkit.measure.samples import tensors_in
 
 __all__ = ["RingLoader"]
 
-_logger = logging.getLogger(__name__)
-_HELD = 3  # batches in the hands of the training loop: the one computed, the one before it, the one on its way
 _AHEAD = 4  # batches announced to the kernel before their turn to be made
-_SHARE_OF_RAM = 0.5  # a store above it is read in block order
-_WINDOW_SHARE = 1 / 16  # of the memory, for a window of blocks
-_LARGEST_PERMUTATION = 1 << 24
-_OPEN_END = 1 << 30  # bytes reserved for a slot whose size nobody knows; only what is touched takes memory
 
 
 class RingLoader:
@@ -127,7 +114,7 @@ class RingLoader:
         self.start_method = start_method
         self.workers = workers
         self._collate = collate
-        kind, fits, extra = _shuffle_of(dataset, shuffle)
+        kind, fits, extra = choose_shuffle(dataset, shuffle)
         self._fits = fits
         self.order = EpochOrder(
             samples=len(dataset),
@@ -145,7 +132,7 @@ class RingLoader:
         self._before = 0  # batches of this epoch that were given before a resume
         self._given = 0  # batches since then
         self._turn = 0  # the iteration that counts
-        self._crew: _Crew | None = None
+        self._crew: Crew | None = None
 
     def __len__(self) -> int:
         """The batches of an epoch, of this rank."""
@@ -230,8 +217,9 @@ class RingLoader:
         epoch, start = self._epoch, self._start
         steps = self.order.steps(start)
         crew = self._crew_for_iteration()
+        iteration = crew.iteration = object()
         coming: deque[BatchTask] = deque()  # announced to the kernel
-        pending: deque[tuple[int, int | None]] = deque()  # being made
+        pending: deque[Pending] = deque()  # being made
         known = submitted = 0
         try:
             for step in range(steps):
@@ -242,186 +230,61 @@ class RingLoader:
                         known += 1
                     pending.append(crew.submit(coming.popleft()))
                     submitted += 1
-                batch = crew.result(*pending.popleft())
+                batch = crew.result(pending.popleft())
                 if turn == self._turn:
                     self._given = step + 1  # before it is given: the state is that of a loop which has got it
-                if step + 1 == steps:
-                    crew.owner = None  # a loop that counts its batches does not come back for the end
+                if step + 1 == steps and crew.iteration is iteration:
+                    crew.iteration = None  # a loop that counts its batches does not come back for the end
                 yield batch
                 del batch
             if turn == self._turn:
                 self._go_to(epoch + 1)
         finally:
-            if crew.owner is self or crew.borrowed:
-                crew.drain(pending)
-                crew.owner = None
-            if crew.borrowed:
-                crew.close()
+            if crew.process == os.getpid():  # else a forked child lets go of what it inherited
+                if crew.iteration is iteration:
+                    crew.drain(pending)
+                    crew.iteration = None
+                if crew is not self._crew:
+                    crew.close()
 
-    def _crew_for_iteration(self) -> _Crew:
+    def _crew_for_iteration(self) -> Crew:
         crew = self._crew
         if crew is not None and crew.process != os.getpid():
             crew = None  # inherited by a fork
-        borrowed = crew is not None and crew.owner is not None
-        if crew is None or borrowed:
-            crew = _Crew(self, borrowed=borrowed)
-            if not borrowed:
-                self._crew = crew
-        crew.owner = self
+        if crew is None:
+            self._crew = crew = self._new_crew(self.workers)
+        elif crew.iteration is not None:
+            crew = self._new_crew("inline")  # a second iteration beside the first does not get workers of its own
         return crew
+
+    def _new_crew(self, workers: str) -> Crew:
+        builder = builder_for(self.dataset, self._collate)
+        steps = self.order.steps(self._start)
+        first = [self._task(self._epoch, step, self._start) for step in range(min(steps, 4))]
+        choice = choose_workers(
+            builder, first, steps, kind=workers, workers=self.num_workers, start_method=self.start_method
+        )
+        ahead = None
+        if isinstance(self.dataset, LMDBDataset):
+            if isinstance(builder, StoreBatches):
+                window = builder.window
+            else:
+                window = StoreWindow(self.dataset.path, self.dataset.fingerprint)
+            ahead = ReadAhead(window, self.order, fits=self._fits)
+        return Crew(
+            builder,
+            choice,
+            batch_size=self.batch_size,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory,
+            places=self._collate is None or self.pin_memory,
+            start_method=self.start_method,
+            ahead=ahead,
+        )
 
     def _task(self, epoch: int, step: int, start: int) -> BatchTask:
         order = self.order
         return BatchTask(step, order.batch(epoch, step, start), (order.seed, epoch, order.rank, self._before + step))
-
-
-class _Crew:
-    """The workers of a loader with their ring, made when it is iterated first."""
-
-    def __init__(self, loader: RingLoader, *, borrowed: bool) -> None:
-        self.process = os.getpid()
-        self.owner: RingLoader | None = None
-        self.borrowed = borrowed  # for one iteration beside another
-        order = loader.order
-        builder = builder_for(loader.dataset, loader._collate)
-        steps = order.steps(loader._start)
-        first = [loader._task(loader._epoch, step, loader._start) for step in range(min(steps, 4))]
-        self.choice = choose_workers(
-            builder,
-            first,
-            steps,
-            kind="inline" if borrowed else loader.workers,
-            workers=loader.num_workers,
-            start_method=loader.start_method,
-        )
-        inline, count = self.choice.kind == "inline", self.choice.workers
-        self.depth = 1 if inline else max(loader.prefetch_factor * count, 2)
-        self._pin = loader.pin_memory
-        self._places_batches = loader._collate is None or loader.pin_memory
-        self._ahead = _read_ahead(loader, builder)
-        self._ring: Ring | None = None
-        self._spare = InlineWorker(builder, None)  # for when a second iteration has taken all slots
-        size = builder.slot_bytes(order.batch_size)
-        self._workers: InlineWorker | ThreadWorkers | ProcessWorkers
-        if self.choice.kind == "processes":
-            slot_bytes = (_OPEN_END if size is None else size) + 8 * order.batch_size
-            shared = SharedMemory(Ring.shared_bytes(self.depth + _HELD, slot_bytes))
-            self._ring = Ring(self.depth + _HELD, slot_bytes, shared=shared)
-            if size is not None:
-                self._ring.touch()
-            self._workers = ProcessWorkers(builder, self._ring, shared, count, loader.start_method)
-            return
-        self._workers = InlineWorker(builder, None) if inline else ThreadWorkers(builder, None, count)
-        if size is not None:
-            self._make_ring(size)
-
-    @property
-    def pids(self) -> list[int]:
-        """The worker processes."""
-        return self._workers.pids if isinstance(self._workers, ProcessWorkers) else []
-
-    def announce(self, epoch: int, task: BatchTask, position: int) -> None:
-        """A batch that is made soon, which ends at that position of the global order."""
-        if self._ahead is not None:
-            self._ahead.batch(epoch, task.samples, position)
-
-    def submit(self, task: BatchTask) -> tuple[int, int | None]:
-        """Have a batch made: its number, and the slot it is made in."""
-        slot = None if self._ring is None else self._ring.take()
-        if self._on_the_side(slot):
-            self._spare.submit(task, None)
-        elif isinstance(self._workers, ProcessWorkers):
-            assert slot is not None
-            self._workers.submit(task, slot)
-        else:
-            self._workers.submit(task, slot)
-        return task.number, slot
-
-    def result(self, number: int, slot: int | None) -> Any:
-        """The batch, over the memory of its slot; copied out if no other slot is left."""
-        try:
-            tree, wanted = (self._spare if self._on_the_side(slot) else self._workers).result(number)
-        except BaseException:
-            if slot is not None and self._ring is not None:
-                self._ring.give_back(slot)
-            raise
-        if slot is None or self._ring is None:
-            if self._ring is None and self._places_batches:
-                self._make_ring(2 * max(wanted, _bytes_of(tree)))
-            return tree
-        if self._pin and isinstance(self._workers, ProcessWorkers):
-            self._ring.page_lock(min(2 * wanted, self._ring.slot_bytes))
-            self._pin = False
-        batch = restore(tree, self._ring.memory(slot), self._ring.lend(slot))
-        return batch if self._ring.free else _copied(batch)
-
-    def drain(self, pending: deque[tuple[int, int | None]]) -> None:
-        """Wait for what is being made, and take its slots back."""
-        self._workers.drain()
-        self._spare.drain()
-        for _, slot in pending:
-            if slot is not None and self._ring is not None:
-                self._ring.give_back(slot)
-        pending.clear()
-
-    def close(self) -> None:
-        """End the workers."""
-        if self.process != os.getpid():
-            return
-        self._workers.close()
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _on_the_side(self, slot: int | None) -> bool:
-        return slot is None and isinstance(self._workers, ProcessWorkers)
-
-    def _make_ring(self, slot_bytes: int) -> None:
-        assert not isinstance(self._workers, ProcessWorkers)
-        self._ring = Ring(self.depth + _HELD, slot_bytes, pinned=self._pin)
-        self._ring.touch()
-        self._workers.ring = self._ring
-
-
-def _shuffle_of(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[str, Any]]:
-    """The order's kind, whether the data stays in memory once it was read, and what the order needs to know."""
-    allowed = (False, True, "full", "blocks")
-    if not any(shuffle is value or (isinstance(value, str) and shuffle == value) for value in allowed):
-        raise ValueError(f"shuffle must be False, True, 'full' or 'blocks', got {shuffle!r}.")
-    if not isinstance(dataset, LMDBDataset):
-        if shuffle == "blocks":
-            raise ValueError(f"shuffle='blocks' needs an LMDBDataset, got a {type(dataset).__name__}; use 'full'.")
-        return ("full" if shuffle else "none"), True, {}
-    size, memory = dataset.path.stat().st_size, read_hardware("cpu").memory_bytes
-    fits = not memory or size <= _SHARE_OF_RAM * memory
-    if shuffle is True:
-        shuffle = "full" if fits and len(dataset) <= _LARGEST_PERMUTATION else "blocks"
-        _logger.info(
-            "%s (%.1f GiB, %d samples; %.1f GiB of memory) is shuffled %s.", dataset.path.name, size / 2**30,
-            len(dataset), memory / 2**30, "in full" if shuffle == "full" else "by blocks",
-        )  # fmt: skip
-    if shuffle != "blocks":
-        return (shuffle or "none"), fits, {}
-    firsts = dataset.block_firsts()
-    window = int(_WINDOW_SHARE * memory * len(firsts) / size) if memory else 64
-    return shuffle, fits, {"block_firsts": firsts, "window_blocks": max(window, 1)}
-
-
-def _read_ahead(loader: RingLoader, builder: Any) -> ReadAhead | None:
-    if isinstance(builder, StoreBatches):
-        return ReadAhead(builder.window, loader.order, fits=loader._fits)
-    if isinstance(loader.dataset, LMDBDataset):
-        window = StoreWindow(loader.dataset.path, loader.dataset.fingerprint)
-        return ReadAhead(window, loader.order, fits=loader._fits)
-    return None
-
-
-def _bytes_of(batch: Any) -> int:
-    """The memory that the tensors of a batch need in a slot."""
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(batch))
-
-
-def _copied(batch: Any) -> Any:
-    return walk(batch, torch.Tensor, torch.Tensor.clone)
 
 
 def _integer(name: str, value: Any, least: int) -> int:

@@ -11,10 +11,21 @@ import lightning_speedkit
 PUBLIC = {
     "AccumulationScheduler",
     "ActivationCheckpointing",
+    "CutMix",
+    "DevicePrefetcher",
+    "DeviceTransform",
+    "ImageField",
     "LMDBDataModule",
     "LMDBDataset",
     "LMDBWriter",
+    "LoaderSettingsSearch",
+    "MixUp",
+    "Normalize",
     "QuantizeOnFitEnd",
+    "RandomCrop",
+    "RandomErase",
+    "RandomFlip",
+    "RingLoader",
     "RunRecorder",
     "SpeedkitCLI",
     "SpeedkitDDPStrategy",
@@ -25,6 +36,8 @@ PUBLIC = {
     "fastest_precision",
     "load_quantized",
     "presets",
+    "stage_to_local",
+    "suggest_loader",
     "trainer_kwargs",
     "verify_lmdb",
     "write_lmdb",
@@ -52,7 +65,20 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_import_leaves_optional_libraries_alone() -> None:
-    optional = ["matplotlib", "jinja2", "jsonargparse", "torchao", "onnx", "onnxruntime", "torch.ao.quantization.fx"]
+    optional = [
+        "matplotlib",
+        "jinja2",
+        "jsonargparse",
+        "torchao",
+        "fsspec",
+        "aiohttp",
+        "cv2",
+        "simplejpeg",
+        "pyarrow",
+        "onnx",
+        "onnxruntime",
+        "torch.ao.quantization.fx",
+    ]
     code = (
         "import sys, lightning; before = set(sys.modules); import lightning_speedkit; "
         f"print([m for m in {optional} if m in sys.modules and m not in before])"

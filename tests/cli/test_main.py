@@ -139,7 +139,7 @@ def test_the_command_itself_loads_nothing_heavy_for_help() -> None:
     [
         (["prests"], "no command 'prests'. Did you mean 'presets'?"),
         (["--debug", "verfy", "x"], "no command 'verfy'. Did you mean 'verify'?"),
-        (["zzz"], "no command 'zzz'. Commands: demo, presets, verify"),
+        (["zzz"], "no command 'zzz'. Commands: demo, presets, pack, verify, data"),
         ([], "required: COMMAND"),
         (["verify"], "required: PATH"),
         (["presets", "--no-such"], "--no-such"),

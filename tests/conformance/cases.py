@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_speedkit import (
     AccumulationScheduler,
     ActivationCheckpointing,
+    LoaderSettingsSearch,
     QuantizeOnFitEnd,
     RunRecorder,
     SpeedkitMixedPrecision,
@@ -34,6 +35,11 @@ CALLBACKS = (
         "ActivationCheckpointing",
         working=Part(ActivationCheckpointing, {"modules": ["Block"]}),
         neutral=Part(ActivationCheckpointing, {"modules": ["Block"]}),
+    ),
+    Case(
+        "LoaderSettingsSearch",
+        working=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
+        neutral=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
     ),
     Case(
         "QuantizeOnFitEnd",

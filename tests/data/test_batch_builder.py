@@ -116,7 +116,7 @@ def sample_of(schema: Any, chance: random.Random) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     schema=schemas, count=st.integers(1, 12), seed=st.integers(0, 99), size=st.sampled_from([None, 1 << 20, 100]),
     data=st.data(),

@@ -513,4 +513,5 @@ def test_whole_batches_are_transformed_before_the_module_has_them(
         trainer(max_epochs=1).fit(network, datamodule=data(tmp_path, batch_size=4, loader=loader))
     assert transformed.values["train"] == pytest.approx([-2 * value + shift for value in plain.values["train"]])
     assert transformed.values["val"] == pytest.approx([2 * value + shift for value in plain.values["val"]])
-    assert not [warning for warning in recwarn if "on_after_batch_transfer" in str(warning.message)]
+    if not shift:  # else Lightning says that both have the hook, and does not know that ours calls the module's
+        assert not [warning for warning in recwarn if "on_after_batch_transfer" in str(warning.message)]
