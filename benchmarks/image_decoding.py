@@ -76,7 +76,7 @@ def _rate(decode: Decode, files: list[bytes], seconds: float) -> float:
 
 
 def _field(decoder: str) -> Decode:
-    from lightning_speedkit.data.image_field import ImageField
+    from lightning_speedkit.data.images.image_field import ImageField
 
     return ImageField(SIDE, decoder=decoder).decode_into
 

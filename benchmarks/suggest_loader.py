@@ -24,8 +24,8 @@ def measure(kind: str, settings: str, seconds: float, search: float) -> dict[str
     """Samples per second of a DataLoader over samples of that kind, with these settings; ``search`` is in seconds."""
     from torch.utils.data import DataLoader
 
-    from lightning_speedkit.data.loader_speed import measure_loader
-    from lightning_speedkit.data.suggest_loader import suggest_loader
+    from lightning_speedkit.data.loading.loader_speed import measure_loader
+    from lightning_speedkit.data.settings.suggest_loader import suggest_loader
     from lightning_speedkit.measure import read_hardware
 
     dataset, hardware = _dataset(kind), read_hardware("cpu")

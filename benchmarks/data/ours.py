@@ -38,7 +38,7 @@ def loader_of(data: Data, kind: str, workers: int) -> RingLoader:
     """Shuffled, everything else as it comes."""
     fields = None
     if data.encoded:
-        from lightning_speedkit.data.image_field import ImageField
+        from lightning_speedkit.data.images.image_field import ImageField
 
         fields = {0: ImageField(SIZE)}
     dataset = LMDBDataset(store(data), fields=fields)

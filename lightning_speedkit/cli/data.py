@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_speedkit.data.loader_speed import LoaderPass, LoaderSpeed
+    from lightning_speedkit.data.loading.loader_speed import LoaderPass, LoaderSpeed
     from lightning_speedkit.facts.storage import StorageSpeed
 
 __all__ = ["add_parser"]
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _bench(store: Path, args: argparse.Namespace, transform: Any, disk: StorageSpeed | str | None) -> None:
     from lightning_speedkit.cli.terminal import print_pairs
-    from lightning_speedkit.data.image_field import ImageField
-    from lightning_speedkit.data.lmdb_dataset import LMDBDataset
-    from lightning_speedkit.data.loader_speed import first_pass_bound
+    from lightning_speedkit.data.images.image_field import ImageField
+    from lightning_speedkit.data.loading.loader_speed import first_pass_bound
+    from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
     from lightning_speedkit.measure import read_hardware
     from lightning_speedkit.measure.memory_copy import measure_memory_copy
 
@@ -104,7 +104,7 @@ def _bench(store: Path, args: argparse.Namespace, transform: Any, disk: StorageS
 
 def _without_work(store: Path, args: argparse.Namespace, fields: Any, transform: Any) -> LoaderPass | None:
     """The same store without the transform, or if there is none without decoding; None where there is neither."""
-    from lightning_speedkit.data.lmdb_dataset import LMDBDataset
+    from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 
     if fields is None and transform is None:
         return None
@@ -115,8 +115,8 @@ def _without_work(store: Path, args: argparse.Namespace, fields: Any, transform:
 def _verdict(
     dataset: Any, collate: Any, speed: LoaderSpeed, plain: LoaderPass | None, copy: float
 ) -> list[tuple[str, str]]:
-    from lightning_speedkit.data.batch_builder import StoreBatches, builder_for
-    from lightning_speedkit.data.loader_speed import what_bounds
+    from lightning_speedkit.data.loading.batch_builder import StoreBatches, builder_for
+    from lightning_speedkit.data.loading.loader_speed import what_bounds
     from lightning_speedkit.measure import read_hardware
 
     bound = what_bounds(
@@ -132,8 +132,8 @@ def _verdict(
 
 
 def _ring(dataset: Any, args: argparse.Namespace, collate: Callable[[Any], Any] | None = None) -> LoaderSpeed:
-    from lightning_speedkit.data.loader import RingLoader
-    from lightning_speedkit.data.loader_speed import measure_loader
+    from lightning_speedkit.data.loading.loader import RingLoader
+    from lightning_speedkit.data.loading.loader_speed import measure_loader
 
     loader = RingLoader(dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers, collate=collate)
     try:
@@ -144,7 +144,7 @@ def _ring(dataset: Any, args: argparse.Namespace, collate: Callable[[Any], Any] 
 
 def _collate_for(dataset: Any, batch_size: int) -> Callable[[Any], Any] | None:
     """None for the usual one; ``list`` for samples of different sizes, which it cannot stack."""
-    from lightning_speedkit.data.collate import collate_samples
+    from lightning_speedkit.data.loading.collate import collate_samples
 
     try:
         samples = [dataset[index] for index in range(0, len(dataset), max(1, len(dataset) // batch_size))]
@@ -163,8 +163,8 @@ def _torch_loaders(dataset: Any, args: argparse.Namespace, collate: Any) -> Iter
     import torch
     from torch.utils.data import DataLoader
 
-    from lightning_speedkit.data.collate import collate_samples
-    from lightning_speedkit.data.loader_speed import measure_loader
+    from lightning_speedkit.data.loading.collate import collate_samples
+    from lightning_speedkit.data.loading.loader_speed import measure_loader
 
     for workers in sorted({0, 2 if args.workers is None else args.workers}):
         loader: DataLoader[Any] = DataLoader(

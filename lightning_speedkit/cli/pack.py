@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from lightning_speedkit.data.parallel_pack import PackReport
     from lightning_speedkit.data.sources import Source
+    from lightning_speedkit.data.sources.parallel_pack import PackReport
 
 __all__ = ["add_parser"]
 
@@ -107,8 +107,8 @@ def _run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
 
 
 def _pack(source: Source, paths: dict[str, Path], fractions: dict[str, float], args: argparse.Namespace) -> None:
-    from lightning_speedkit.data.parallel_pack import write_splits
     from lightning_speedkit.data.sources import ImageRecode
+    from lightning_speedkit.data.sources.parallel_pack import write_splits
 
     recode = None
     if args.resize is not None or args.encode is not None:

@@ -31,13 +31,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
-from lightning_speedkit.data.collate import collate_samples
 from lightning_speedkit.data.datamodule_hooks import CollateOfDataModule, TransformOnDevice
-from lightning_speedkit.data.device_prefetch import DevicePrefetcher
-from lightning_speedkit.data.device_transform import DeviceTransform
-from lightning_speedkit.data.epoch_order import EpochOrder
-from lightning_speedkit.data.loader import RingLoader
-from lightning_speedkit.data.worker_choice import WORKERS
+from lightning_speedkit.data.device.device_prefetch import DevicePrefetcher
+from lightning_speedkit.data.device.device_transform import DeviceTransform
+from lightning_speedkit.data.loading.collate import collate_samples
+from lightning_speedkit.data.loading.epoch_order import EpochOrder
+from lightning_speedkit.data.loading.loader import RingLoader
+from lightning_speedkit.data.loading.worker_choice import WORKERS
 from lightning_speedkit.measure.lightning_internals import recount_batches
 
 __all__ = ["LOADERS", "SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_speedkit.data.batch_random import training_seed
-from lightning_speedkit.data.device_transform import DeviceTransform
+from lightning_speedkit.data.device.batch_random import training_seed
+from lightning_speedkit.data.device.device_transform import DeviceTransform
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.datamodule import SpeedkitDataModule

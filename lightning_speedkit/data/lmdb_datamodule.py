@@ -23,13 +23,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_speedkit.data.datamodule import SPLIT_OF_STAGE, SPLITS, SpeedkitDataModule
-from lightning_speedkit.data.lmdb_dataset import LMDBDataset
-from lightning_speedkit.data.lmdb_pack import write_lmdb
-from lightning_speedkit.data.write_lock import exclusive_lock
+from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+from lightning_speedkit.data.store.lmdb_pack import write_lmdb
+from lightning_speedkit.data.store.write_lock import exclusive_lock
 from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
 
 if TYPE_CHECKING:
-    from lightning_speedkit.data.image_field import ImageField
+    from lightning_speedkit.data.images.image_field import ImageField
 
 __all__ = ["LMDBDataModule"]
 

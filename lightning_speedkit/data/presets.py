@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_speedkit.data.loader_auto import LoaderSettingsSearch
+from lightning_speedkit.data.settings.loader_auto import LoaderSettingsSearch
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]

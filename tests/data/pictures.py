@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from lightning_speedkit.data.image_decoders import DECODERS
+from lightning_speedkit.data.images.image_decoders import DECODERS
 
 Pixels = npt.NDArray[np.uint8]
 

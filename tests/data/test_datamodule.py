@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_speedkit.data import LMDBDataModule, RingLoader, SpeedkitDataModule
-from lightning_speedkit.data.device_transform import DeviceTransform
+from lightning_speedkit.data.device.device_transform import DeviceTransform
 from tests.data.child import run_child
 from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
 from tests.two_ranks import on_two_ranks
@@ -438,7 +438,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tuple
         arguments = (str(tmp_path), ranks, checkpoint, steps)
         parts = on_two_ranks(_train_on_ranks, *arguments) if ranks == 2 else [_train_on_ranks(*arguments)]
         assert len({len(part) for part in parts}) == 1
-        seen += [sorted(sum(batches, [])) for batches in zip(*parts, strict=True)]
+        seen += [sorted(flat(list(batches))) for batches in zip(*parts, strict=True)]
     expected = []
     for epoch in (0, 1):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(1 + epoch)).tolist()

@@ -27,9 +27,10 @@ import lmdb
 import numpy as np
 import pytest
 
-from lightning_speedkit.data import LMDBDataset, LMDBWriter, block_appender, verify_lmdb, write_lmdb
-from lightning_speedkit.data.lmdb_format import read_seal
-from lightning_speedkit.data.lmdb_pages import read_lmdb_meta, walk_tree
+from lightning_speedkit.data import LMDBDataset, LMDBWriter, verify_lmdb, write_lmdb
+from lightning_speedkit.data.store import block_appender
+from lightning_speedkit.data.store.lmdb_format import read_seal
+from lightning_speedkit.data.store.lmdb_pages import read_lmdb_meta, walk_tree
 from lightning_speedkit.errors import StoreCorruptError, StoreError, StoreWriteError
 from tests.data.forked import end_of_fork, kill_self
 from tests.data.samples import same

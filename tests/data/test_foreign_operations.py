@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_speedkit.data.device_augment import RandomFlip
-from lightning_speedkit.data.device_normalize import Normalize
-from lightning_speedkit.data.device_transform import DeviceTransform
+from lightning_speedkit.data.device.device_augment import RandomFlip
+from lightning_speedkit.data.device.device_normalize import Normalize
+from lightning_speedkit.data.device.device_transform import DeviceTransform
 from lightning_speedkit.errors import LoaderError
-from tests.data.test_device_augment import FORMATS, pixels
+from tests.data.device.test_device_augment import FORMATS, pixels
 
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
 SEED = (1, 2, 3, 0)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_speedkit.data.lmdb_format import open_for_reading, read_seal
+from lightning_speedkit.data.store.lmdb_format import open_for_reading, read_seal
 from lightning_speedkit.errors import SourceError
 
 __all__ = ["classes_path", "read_classes", "write_classes"]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_speedkit.data.lmdb_pages import Record, read_exactly, read_lmdb_meta, walk_tree
 from lightning_speedkit.data.sources.source import Item, Source
+from lightning_speedkit.data.store.lmdb_pages import Record, read_exactly, read_lmdb_meta, walk_tree
 from lightning_speedkit.errors import SourceError, StoreCorruptError
 
 __all__ = ["ForeignLmdb", "lmdb_file"]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_speedkit.data.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.sources.class_names import read_classes
 from lightning_speedkit.data.sources.source import Item, Source
+from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.errors import SourceError, StoreError
 
 __all__ = ["PackedStore"]

@@ -1,0 +1,1 @@
+"""The device side: batches copied ahead, and transformed as a whole."""

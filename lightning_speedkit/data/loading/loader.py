@@ -1,0 +1,301 @@
+"""A loader that writes batches into memory which is used again and again, and starts again where it stopped.
+
+When it helps: whenever the training loop waits for data. Batches of a store are gathered straight from its memory map
+into a ring of buffers, by threads for copying and for decoding pictures, by processes for transforms written in Python.
+The order is a pure function of (seed, epoch), so a run resumes in the middle of an epoch at once, with as many ranks as
+it likes, and gets exactly the samples that are left.
+
+What it costs: the memory of the ring (some batches), and one thread or process per worker.
+
+To Lightning it is a plain iterable: it shards by itself from ``rank`` and ``world_size``, is told the epoch through
+``batch_sampler.sampler.set_epoch``, and is saved in a checkpoint by its ``state_dict``.
+
+Source: the destination of a batch, not the store, decides the speed: see ``docs/methods/loader.md`` for what was
+measured.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_speedkit.data.loading.batch_builder import BatchTask, StoreBatches, builder_for
+from lightning_speedkit.data.loading.epoch_order import REMAINDERS, EpochOrder
+from lightning_speedkit.data.loading.loader_crew import Crew, Pending
+from lightning_speedkit.data.loading.read_ahead import ReadAhead
+from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
+from lightning_speedkit.data.loading.store_window import StoreWindow
+from lightning_speedkit.data.loading.worker_choice import WORKERS, choose_workers
+from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+
+__all__ = ["RingLoader"]
+
+_AHEAD = 4  # batches announced to the kernel before their turn to be made
+
+
+class RingLoader:
+    """Batches of a map-style dataset, for a training loop or for Lightning.
+
+    Batches are what :func:`~lightning_speedkit.data.collate_samples` makes of the samples, in CPU memory. They may be
+    kept: memory is used again only when nothing refers to it any more.
+
+    Args:
+        dataset: an :class:`LMDBDataset`, or any dataset with ``__len__`` and ``__getitem__``.
+        batch_size: samples per batch and rank.
+        shuffle: ``False``, ``"full"``, ``"blocks"`` (see ``EpochOrder``), or ``True``: blocks if the store is larger
+            than half of the memory or has more than 16 million samples, else full. The choice is logged.
+        seed: of the order, and of the random numbers of a transform.
+        drop_last: leave out a last batch that is smaller than the others.
+        remainder: what to do if the samples do not divide by the ranks: ``"pad"``, ``"drop"`` or ``"exact"``.
+        rank, world_size: which share of the samples is read.
+        workers: ``"threads"``, ``"processes"``, ``"inline"`` (in the training loop), or ``"auto"``: threads for plain
+            stores, otherwise by a short measurement in a process of its own.
+        num_workers: threads or processes; by default as many as help, at most the number of cores. 0 is ``"inline"``.
+        prefetch_factor: batches per worker that are ready or being made.
+        collate: called with a list of samples instead of ``collate_samples``.
+        pin_memory: page-locked batches, which a CUDA device copies by itself. Not yet run on a GPU.
+        start_method: of worker processes, ``"fork"``, ``"forkserver"`` or ``"spawn"``; Python's own choice by default.
+
+    Raises:
+        LoaderError: a sample, a transform, ``collate`` or a worker failed; it names the sample.
+        StoreCorruptError: a block of the store is damaged.
+
+    Example::
+
+        >>> import tempfile, torch
+        >>> from lightning_speedkit.data import LMDBDataset, RingLoader, write_lmdb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = write_lmdb([(torch.full((2,), i), i) for i in range(5)], f"{folder.name}/five.lmdb")
+        >>> loader = RingLoader(LMDBDataset(path), batch_size=2, num_workers=1)
+        >>> [labels.tolist() for _, labels in loader]
+        [[0, 1], [2, 3], [4]]
+        >>> loader.close()
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int = 32,
+        shuffle: bool | str = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        remainder: str = "pad",
+        rank: int = 0,
+        world_size: int = 1,
+        workers: str = "auto",
+        num_workers: int | None = None,
+        prefetch_factor: int = 2,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        start_method: str | None = None,
+    ) -> None:
+        _check_choice("workers", workers, WORKERS)
+        _check_choice("remainder", remainder, REMAINDERS)
+        self.batch_size = _integer("batch_size", batch_size, 1)
+        self.num_workers = None if num_workers is None else _integer("num_workers", num_workers, 0)
+        self.prefetch_factor = _integer("prefetch_factor", prefetch_factor, 1)
+        world_size = _integer("world_size", world_size, 1)
+        if _integer("rank", rank, 0) >= world_size:
+            raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
+        if workers in ("threads", "processes") and num_workers == 0:
+            raise ValueError(f"workers={workers!r} needs num_workers of 1 or more, or None; 0 means workers='inline'.")
+        if collate is not None and not callable(collate):
+            raise TypeError(f"collate must be callable or None, got {collate!r}.")
+        if not len(dataset):
+            raise ValueError(f"{type(dataset).__name__} has no samples.")
+        self.dataset = dataset
+        self.drop_last = drop_last
+        self.pin_memory = pin_memory
+        self.start_method = start_method
+        self.workers = workers
+        self._collate = collate
+        kind, fits, extra = choose_shuffle(dataset, shuffle)
+        self._fits = fits
+        self.order = EpochOrder(
+            samples=len(dataset),
+            batch_size=self.batch_size,
+            shuffle=kind,
+            seed=_integer("seed", seed, 0),
+            drop_last=drop_last,
+            remainder=remainder,
+            rank=rank,
+            world_size=world_size,
+            **extra,
+        )
+        self._epoch = 0
+        self._start = 0  # the position of the global order at which this epoch began: not 0 after a resume
+        self._before = 0  # batches of this epoch that were given before a resume
+        self._given = 0  # batches since then
+        self._turn = 0  # the iteration that counts
+        self._crew: Crew | None = None
+
+    def __len__(self) -> int:
+        """The batches of an epoch, of this rank."""
+        return self.order.steps()
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Where Lightning looks for a sampler to tell the epoch; a ``sampler`` here would have to be one of torch's."""
+        return SimpleNamespace(sampler=self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is iterated now, or next."""
+        return self._epoch
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The worker processes that are there now."""
+        crew = self._crew
+        return [] if crew is None or crew.process != os.getpid() else crew.pids
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; in the one that is under way, or that was resumed, stay where it is."""
+        if _integer("epoch", epoch, 0) != self._epoch:
+            self._go_to(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the batches that were given out. Plain numbers."""
+        position = self._start
+        if self._given:
+            steps = self.order.steps(self._start)
+            done = self._given >= steps
+            position = self.order.samples if done else self.order.span(self._given, self._start)[0]
+        return {
+            "version": 1,
+            "epoch": self._epoch,
+            "position": position,
+            "samples": self.order.samples,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: the next iteration gives the samples of that epoch which are left, also on other ranks.
+
+        Raises:
+            ValueError: the state is that of another order: other samples, seed or shuffling.
+        """
+        for name in ("samples", "seed", "shuffle"):
+            if state[name] != getattr(self.order, name):
+                raise ValueError(
+                    f"The checkpoint was made by a loader with {name}={state[name]!r}, this one has "
+                    f"{getattr(self.order, name)!r}: the rest of the epoch is not defined. Use the same, or begin anew."
+                )
+        self._go_to(int(state["epoch"]))
+        if state["position"] >= self.order.samples:  # the epoch was over
+            self._go_to(self._epoch + 1)
+            return
+        self._start = int(state["position"])
+        # With the batch size and the number of ranks of the state these are the batches that were given.
+        self._before = self.order.steps() - self.order.steps(self._start)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._given:  # it was left in the middle, and begins anew
+            self._go_to(self._epoch)
+        self._turn += 1
+        return self._iterate(self._turn)
+
+    def close(self) -> None:
+        """End the workers and free the ring, as far as no batch is in use; iterating again starts them again."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_crew": None}
+
+    def _go_to(self, epoch: int) -> None:
+        self._epoch, self._start, self._before, self._given = epoch, 0, 0, 0
+
+    def _iterate(self, turn: int) -> Iterator[Any]:
+        epoch, start = self._epoch, self._start
+        steps = self.order.steps(start)
+        crew = self._crew_for_iteration()
+        iteration = crew.iteration = object()
+        coming: deque[BatchTask] = deque()  # announced to the kernel
+        pending: deque[Pending] = deque()  # being made
+        known = submitted = 0
+        try:
+            for step in range(steps):
+                while submitted < steps and len(pending) < crew.depth:
+                    while known < min(steps, submitted + 1 + _AHEAD):
+                        coming.append(self._task(epoch, known, start))
+                        crew.announce(epoch, coming[-1], self.order.span(known, start)[1])
+                        known += 1
+                    pending.append(crew.submit(coming.popleft()))
+                    submitted += 1
+                batch = crew.result(pending.popleft())
+                if turn == self._turn:
+                    self._given = step + 1  # before it is given: the state is that of a loop which has got it
+                if step + 1 == steps and crew.iteration is iteration:
+                    crew.iteration = None  # a loop that counts its batches does not come back for the end
+                yield batch
+                del batch
+            if turn == self._turn:
+                self._go_to(epoch + 1)
+        finally:
+            if crew.process == os.getpid():  # else a forked child lets go of what it inherited
+                if crew.iteration is iteration:
+                    crew.drain(pending)
+                    crew.iteration = None
+                if crew is not self._crew:
+                    crew.close()
+
+    def _crew_for_iteration(self) -> Crew:
+        crew = self._crew
+        if crew is not None and crew.process != os.getpid():
+            crew = None  # inherited by a fork
+        if crew is None:
+            self._crew = crew = self._new_crew(self.workers)
+        elif crew.iteration is not None:
+            crew = self._new_crew("inline")  # a second iteration beside the first does not get workers of its own
+        return crew
+
+    def _new_crew(self, workers: str) -> Crew:
+        builder = builder_for(self.dataset, self._collate)
+        steps = self.order.steps(self._start)
+        first = [self._task(self._epoch, step, self._start) for step in range(min(steps, 4))]
+        choice = choose_workers(
+            builder, first, steps, kind=workers, workers=self.num_workers, start_method=self.start_method
+        )
+        ahead = None
+        if isinstance(self.dataset, LMDBDataset):
+            if isinstance(builder, StoreBatches):
+                window = builder.window
+            else:
+                window = StoreWindow(self.dataset.path, self.dataset.fingerprint)
+            ahead = ReadAhead(window, self.order, fits=self._fits)
+        return Crew(
+            builder,
+            choice,
+            batch_size=self.batch_size,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory,
+            places=self._collate is None or self.pin_memory,
+            start_method=self.start_method,
+            ahead=ahead,
+        )
+
+    def _task(self, epoch: int, step: int, start: int) -> BatchTask:
+        order = self.order
+        return BatchTask(step, order.batch(epoch, step, start), (order.seed, epoch, order.rank, self._before + step))
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
+    return number
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")

@@ -1,0 +1,44 @@
+"""Chooses between a shuffle of all samples and one by blocks, from the size of the store and of the memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+from lightning_speedkit.measure import read_hardware
+
+__all__ = ["choose_shuffle"]
+
+_logger = logging.getLogger(__name__)
+_SHARE_OF_RAM = 0.5  # a store above it is read in block order
+_WINDOW_SHARE = 1 / 16  # of the memory, for a window of blocks
+_LARGEST_PERMUTATION = 1 << 24
+
+
+def choose_shuffle(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[str, Any]]:
+    """The order's kind, whether the data stays in memory once it was read, and what else ``EpochOrder`` needs to know.
+
+    >>> choose_shuffle([1, 2, 3], True)
+    ('full', True, {})
+    """
+    allowed = (False, True, "full", "blocks")
+    if not any(shuffle is value or (isinstance(value, str) and shuffle == value) for value in allowed):
+        raise ValueError(f"shuffle must be False, True, 'full' or 'blocks', got {shuffle!r}.")
+    if not isinstance(dataset, LMDBDataset):
+        if shuffle == "blocks":
+            raise ValueError(f"shuffle='blocks' needs an LMDBDataset, got a {type(dataset).__name__}; use 'full'.")
+        return ("full" if shuffle else "none"), True, {}
+    size, memory = dataset.path.stat().st_size, read_hardware("cpu").memory_bytes
+    fits = not memory or size <= _SHARE_OF_RAM * memory
+    if shuffle is True:
+        shuffle = "full" if fits and len(dataset) <= _LARGEST_PERMUTATION else "blocks"
+        _logger.info(
+            "%s (%.1f GiB, %d samples; %.1f GiB of memory) is shuffled %s.", dataset.path.name, size / 2**30,
+            len(dataset), memory / 2**30, "in full" if shuffle == "full" else "by blocks",
+        )  # fmt: skip
+    if shuffle != "blocks":
+        return (shuffle or "none"), fits, {}
+    firsts = dataset.block_firsts()
+    window = int(_WINDOW_SHARE * memory * len(firsts) / size) if memory else 64
+    return shuffle, fits, {"block_firsts": firsts, "window_blocks": max(window, 1)}

@@ -1,0 +1,157 @@
+"""Chooses who makes the batches of a loader: threads, processes, or the training loop itself.
+
+Copying from a map and decoding pictures release the GIL: threads. Everything else is Python code of the user, of which
+nobody knows the cost or whether it runs side by side, so it is measured for a moment: in a process of its own, because
+a dataset that opens a file the first time it is read must not do so in a process that is forked afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import statistics
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_speedkit.data.loading.batch_builder import BatchBuilder, BatchTask, StoreBatches, seeded
+
+__all__ = ["WORKERS", "WorkerChoice", "choose_workers", "cpu_count"]
+
+WORKERS = ("auto", "threads", "processes", "inline")
+
+_logger = logging.getLogger(__name__)
+_BATCHES = 4
+_LONG_ENOUGH = 0.5  # seconds: a probe stops after the batch that passes them
+_PATIENCE = 60.0  # seconds until a probe is given up
+_CHEAP = 1e-3  # seconds a batch: below, sending it costs as much as making it
+_SIDE_BY_SIDE = 1.5  # threads make more than so many times the batches of one
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChoice:
+    """``kind`` is ``"threads"``, ``"processes"`` or ``"inline"``; ``reason`` says why in one sentence."""
+
+    kind: str
+    workers: int
+    reason: str
+
+
+def cpu_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def choose_workers(
+    builder: BatchBuilder,
+    tasks: list[BatchTask],
+    steps: int,
+    *,
+    kind: str = "auto",
+    workers: int | None = None,
+    start_method: str | None = None,
+) -> WorkerChoice:
+    """The kind and number of workers; what the caller has set is kept. ``tasks`` are the first of ``steps`` batches."""
+    cores = cpu_count()
+    if kind == "inline" or (workers == 0 and kind == "auto"):
+        return WorkerChoice("inline", 0, "it was asked for")
+    if kind != "auto":
+        return WorkerChoice(
+            kind, workers or min(cores, 4 if isinstance(builder, StoreBatches) else 8), "it was asked for"
+        )
+    if isinstance(builder, StoreBatches):
+        count = min(cores, 16 if builder.decodes else 4)  # a few threads reach what the memory can copy
+        work = "decoding" if builder.decodes else "copying"
+        return WorkerChoice("threads", workers or count, f"{work} releases the GIL")
+    choice = _measured(builder, tasks, steps, workers or min(cores, 8), start_method)
+    _logger.info("Batches are made by %s (%s workers): %s.", choice.kind, choice.workers, choice.reason)
+    return choice
+
+
+def _measured(
+    builder: BatchBuilder, tasks: list[BatchTask], steps: int, workers: int, start_method: str | None
+) -> WorkerChoice:
+    probe = _probe_elsewhere(builder, tasks[:_BATCHES], start_method)
+    if probe is None:
+        return WorkerChoice("inline", 0, "the dataset cannot be sent to a process, or failed in one")
+    cost = f"{1e3 * probe.seconds_per_batch:.1f} ms a batch"
+    if probe.seconds_per_batch * steps < _CHEAP * 100 or probe.seconds_per_batch < _CHEAP:
+        return WorkerChoice("inline", 0, f"{cost} are less than sending them costs")
+    if probe.draws_random_numbers:
+        return WorkerChoice("processes", workers, f"{cost}, drawn from the global random state")
+    if probe.thread_speedup >= _SIDE_BY_SIDE:
+        return WorkerChoice("threads", workers, f"{cost}, {probe.thread_speedup:.1f} times as many by two threads")
+    return WorkerChoice("processes", workers, f"{cost}, {probe.thread_speedup:.1f} times as many by two threads")
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    seconds_per_batch: float
+    thread_speedup: float
+    draws_random_numbers: bool
+
+
+def _probe_elsewhere(builder: BatchBuilder, tasks: list[BatchTask], start_method: str | None) -> _Probe | None:
+    context: Any = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_probe_and_send, args=(theirs, builder, tasks), daemon=True)
+    try:
+        with warnings.catch_warnings():  # Python warns of every fork of a process with threads
+            warnings.filterwarnings("ignore", ".*fork\\(\\) may lead to deadlocks.*", DeprecationWarning)
+            process.start()
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    finally:
+        theirs.close()
+    try:
+        return ours.recv() if ours.poll(_PATIENCE) else None
+    except (EOFError, OSError):
+        return None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def _probe_and_send(pipe: Connection, builder: BatchBuilder, tasks: list[BatchTask]) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(_probe(builder, tasks))
+    except Exception:
+        pipe.send(None)  # the loader will meet the same fault, and raise it where the user sees it
+
+
+def _probe(builder: BatchBuilder, tasks: list[BatchTask]) -> _Probe:
+    draws, times = False, []
+    for task in tasks:
+        with seeded(task.key, put_back=False):
+            before = _random_state()
+            start = time.perf_counter()
+            builder.build(task, None, "untouched")
+            times.append(time.perf_counter() - start)
+            draws = draws or before != _random_state()
+        if sum(times) > _LONG_ENOUGH:
+            break
+    alone = statistics.median(times[1:] or times)  # the first opens files
+    if alone < _CHEAP:
+        return _Probe(alone, 1.0, draws)
+    again = [tasks[i % len(times)] for i in range(max(2, min(4, int(_LONG_ENOUGH / alone))))]
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        start = time.perf_counter()
+        list(pool.map(lambda task: builder.build(task, None, "untouched"), again))
+        both = (time.perf_counter() - start) / len(again)
+    return _Probe(alone, alone / both, draws)
+
+
+def _random_state() -> tuple[Any, bytes, bytes]:
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes() + repr(state[2:]).encode(), torch.get_rng_state().numpy().tobytes()

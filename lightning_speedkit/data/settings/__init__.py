@@ -1,0 +1,1 @@
+"""Settings of torch's DataLoader, measured on the user's own data."""

@@ -1,0 +1,181 @@
+"""Settings for torch's DataLoader, measured on the user's own dataset in a few seconds.
+
+When it helps: how many workers are best depends on the samples, the transforms, the cores and the disk, and it is often
+not the number that rules of thumb say: for samples that cost no Python work each worker makes loading slower, since a
+batch has to travel between processes; for decoding, each core counts.
+
+What it costs: ``seconds`` of time, in another process; nothing of the caller's is changed, and the dataset is read in
+that other process only. Loading is measured alone, without a model beside it.
+
+Source: the cost of workers for plain tensors, pytorch/pytorch#13246 and #24984.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from lightning_speedkit.data.settings.loader_settings import LoaderLimits, LoaderSettings, choose_trial
+from lightning_speedkit.data.settings.loader_trials import LoaderJob, run_trials
+from lightning_speedkit.errors import LoaderError
+from lightning_speedkit.facts import Hardware
+from lightning_speedkit.measure import read_hardware
+
+__all__ = ["suggest_loader"]
+
+_SHARE = 0.5  # of the free memory, and of the free shared memory, that workers may take
+
+
+def suggest_loader(
+    hardware: Hardware | None,
+    dataset: Any,
+    *,
+    batch_size: int | None = 32,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    max_workers: int | None = None,
+    multiprocessing_context: str | None = None,
+    shuffle: bool = True,
+    loaders_on_machine: int = 1,
+    seconds: float = 5.0,
+    patience_seconds: float = 30.0,
+) -> LoaderSettings:
+    """Measure how many workers, and how much prefetching, load this dataset fastest.
+
+    Tried are 0, 1, 2, ... workers, up to the number of cores and as far as their memory and their batches in
+    ``/dev/shm`` take at most half of what is free. It ends when more workers no longer bring 5 %. Among settings that
+    are as good as each other the one with the fewest workers wins; on an accelerator, one worker rather than none.
+
+    Args:
+        hardware: The machine, see :func:`~lightning_speedkit.measure.read_hardware`; None reads it.
+        dataset: A map-style dataset, as the DataLoader will get it.
+        batch_size: Samples per batch; None if the dataset gives whole batches.
+        collate_fn: As the DataLoader will get it.
+        worker_init_fn: As the DataLoader will get it.
+        max_workers: No more than these; by default the number of cores.
+        multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None is the default of Python.
+        shuffle: Whether samples are read in random order.
+        loaders_on_machine: How many such loaders share cores and memory, for example one on each rank.
+        seconds: About how long to measure. A trial that has begun is finished, and two workers are always tried.
+        patience_seconds: The longest wait for one trial, the start of its workers included.
+
+    Raises:
+        TypeError: The dataset is an IterableDataset, or has no length; or an argument of the wrong type.
+        ValueError: The dataset is empty, or an argument is out of range.
+        LoaderError: No sample could be loaded.
+
+    >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 8))
+    >>> settings = suggest_loader(None, dataset, max_workers=0, seconds=0.1)
+    >>> torch.utils.data.DataLoader(dataset, batch_size=32, **settings.arguments()).num_workers
+    0
+    """
+    _check_dataset(dataset)
+    _check_numbers(batch_size=batch_size, max_workers=max_workers, loaders_on_machine=loaders_on_machine)
+    _check_rest(hardware, multiprocessing_context, seconds, patience_seconds)
+    hardware = hardware or read_hardware()
+    limits = LoaderLimits(
+        max_workers=hardware.cpu_count // loaders_on_machine if max_workers is None else max_workers,
+        memory_bytes=_share_of(_free_memory_bytes(hardware), loaders_on_machine),
+        shared_bytes=_share_of(_free_shared_bytes(), loaders_on_machine),
+    )
+    job = LoaderJob(
+        dataset=dataset,
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+        worker_init_fn=worker_init_fn,
+        start_method=multiprocessing_context,
+        shuffle=shuffle,
+    )
+    trials = run_trials(job, limits, seconds=seconds, patience=patience_seconds)
+    if trials[0].failure:
+        raise LoaderError(
+            f"No batch of {type(dataset).__name__} could be loaded to measure it: {trials[0].failure}. Load "
+            f"dataset[0] by hand and see what happens; a dataset that cannot be read by a worker needs num_workers=0."
+        )
+    chosen, reason = choose_trial(trials, prefer_workers=hardware.accelerator != "cpu")
+    return LoaderSettings(
+        num_workers=chosen.num_workers,
+        prefetch_factor=chosen.prefetch_factor,
+        pin_memory=hardware.accelerator == "cuda",
+        # a worker that lives on would not see what set_epoch changes in the dataset of the training process
+        persistent_workers=chosen.num_workers > 0 and not hasattr(dataset, "set_epoch"),
+        multiprocessing_context=multiprocessing_context if chosen.num_workers else None,
+        trials=tuple(trials),
+        reason=reason,
+    )
+
+
+def _check_numbers(*, batch_size: int | None, max_workers: int | None, loaders_on_machine: int | None) -> None:
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("max_workers", max_workers, 0),
+        ("loaders_on_machine", loaders_on_machine, 1),
+    ):
+        if value is None and name != "loaders_on_machine":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}.")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
+def _check_rest(hardware: Any, context: Any, seconds: Any, patience: Any) -> None:
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a Hardware or None, got {type(hardware).__name__}; use read_hardware().")
+    for name, value in (("seconds", seconds), ("patience_seconds", patience)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be above 0 and finite, got {value}.")
+    methods = torch.multiprocessing.get_all_start_methods()
+    if context is not None and context not in methods:
+        raise ValueError(f"multiprocessing_context must be None or one of {', '.join(methods)}, got {context!r}.")
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{type(dataset).__name__} is an IterableDataset: with more workers it gives each sample several times, "
+            "unless it divides its samples by torch.utils.data.get_worker_info(), which cannot be seen from outside. "
+            "Choose num_workers by hand."
+        )
+    if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
+        raise TypeError(f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}.")
+    if len(dataset) == 0:
+        raise ValueError(f"{type(dataset).__name__} is empty: there is no sample to measure.")
+
+
+def _share_of(free: int | None, loaders: int) -> int | None:
+    return None if free is None else int(free * _SHARE / loaders)
+
+
+def _free_shared_bytes(folder: str = "/dev/shm") -> int | None:
+    """What workers have to hand batches over; None where there is no such folder (macOS, Windows)."""
+    return shutil.disk_usage(folder).free if Path(folder).is_dir() else None
+
+
+def _free_memory_bytes(
+    hardware: Hardware, *, meminfo: str = "/proc/meminfo", group: str = "/sys/fs/cgroup"
+) -> int | None:
+    """The memory that is free, of the machine or of the container; None where nothing says so."""
+    known = [hardware.memory_bytes] if hardware.memory_bytes else []
+    try:
+        lines = Path(meminfo).read_text().splitlines()
+        known.extend(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:
+        pass
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            numbers = [Path(group, name).read_text().strip() for name in (most, used)]
+            known.append(max(0, int(numbers[0]) - int(numbers[1])))
+        except (OSError, ValueError):  # another kind of group, or "max": no limit
+            continue
+    return min(known) if known else None

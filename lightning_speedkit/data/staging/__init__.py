@@ -1,0 +1,1 @@
+"""Staging: stores brought to a local disk once per node."""

@@ -1,0 +1,1 @@
+"""Stores: samples of one structure in one LMDB file with checksums, written, checked and read."""

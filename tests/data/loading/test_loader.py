@@ -1,0 +1,460 @@
+"""The loader as a whole: what it gives, that batches may be kept, where it goes on, and what becomes of its workers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_speedkit.data import LMDBDataset, RingLoader, collate_samples, write_lmdb
+from lightning_speedkit.errors import LoaderError, StoreCorruptError
+from tests.data.child import ROOT, run_child
+
+KINDS = ["inline", "threads", "processes"]
+COUNT = 50
+
+
+def sample(index: int) -> dict[str, Any]:
+    image = torch.full((3, 4, 5), index, dtype=torch.uint8)
+    return {"image": image, "pair": (index, index / 8), "name": f"n{index}", "vector": np.full(3, index, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stores") / "fifty.lmdb"
+    return write_lmdb((sample(i) for i in range(COUNT)), path, block_bytes=4096)
+
+
+@pytest.fixture
+def make(store: Path) -> Iterator[Any]:
+    made: list[RingLoader] = []
+
+    def loader(dataset: Any = None, **arguments: Any) -> RingLoader:
+        made.append(RingLoader(LMDBDataset(store) if dataset is None else dataset, **arguments))
+        return made[-1]
+
+    yield loader
+    for each in made:
+        each.close()
+
+
+class Squares(Dataset[Any]):
+    """A dataset in Python, with a random number in each sample."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, float]:
+        return torch.tensor([index, index**2]), index, float(np.random.rand() + torch.rand(()))
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two batches are equal in structure, types, dtypes and every bit."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    return bool(first == second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle", [False, "full", "blocks"])
+def test_batches_are_the_collated_samples(make: Any, store: Path, kind: str, shuffle: Any) -> None:
+    loader = make(batch_size=8, shuffle=shuffle, workers=kind, seed=5)
+    plain = LMDBDataset(store)
+    for epoch in range(2):
+        order = [loader.order.batch(epoch, step) for step in range(7)]
+        expected = [collate_samples([plain[int(i)] for i in numbers]) for numbers in order]
+        batches = list(loader)
+        assert all(map(same, batches, expected))
+        assert len(batches) == len(loader) == 7
+        assert sorted(np.concatenate(order).tolist()) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dataset", ["store", "python"])
+def test_kept_batches_never_change(make: Any, kind: str, dataset: str) -> None:
+    loader = make(None if dataset == "store" else Squares(), batch_size=4, workers=kind, prefetch_factor=1)
+    kept, copies = [], []
+    for batch in loader:
+        kept.append(batch)
+        copies.append(pickle.loads(pickle.dumps(batch)))
+    for _ in range(3):  # whatever is written from now on
+        for batch in loader:
+            del batch
+    assert all(map(same, kept, copies))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_used_again_when_batches_are_let_go(make: Any, kind: str) -> None:
+    loader = make(batch_size=5, workers=kind, num_workers=None if kind == "inline" else 1)
+    addresses = set()
+    for _ in range(5):
+        for batch in loader:
+            addresses.add(batch["image"].data_ptr())
+            batch["image"][:1].add_(1)  # a view of it, and a batch may be written to
+    assert len(addresses) <= loader.prefetch_factor + 3
+
+
+def test_a_part_of_a_batch_holds_its_memory(make: Any) -> None:
+    loader = make(batch_size=5, workers="inline")
+    parts = [batch["image"][2:3].reshape(-1)[:4] for batch in loader]
+    for _ in loader:
+        pass
+    assert [part.tolist() for part in parts] == [[5 * step + 2] * 4 for step in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["inline", "processes"])  # threads share one random state
+def test_randomness_depends_on_seed_epoch_and_batch_alone(make: Any, kind: str) -> None:
+    def drawn(**arguments: Any) -> list[list[float]]:
+        return [batch[2].tolist() for batch in make(Squares(), batch_size=8, **arguments)]
+
+    expected = drawn(workers="inline")
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    assert drawn(workers=kind, num_workers=None if kind == "inline" else 2) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn(workers=kind, seed=1) != expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 3, 6, 7])
+def test_it_goes_on_where_it_stopped(make: Any, kind: str, stop: int) -> None:
+    def numbers(batches: Any) -> list[list[int]]:
+        return [batch["pair"][0].tolist() for batch in batches]
+
+    whole = make(batch_size=8, shuffle=True, workers=kind)
+    expected = numbers(whole) + numbers(whole)
+    first, second = make(batch_size=8, shuffle=True, workers=kind), make(batch_size=8, shuffle=True, workers=kind)
+    seen = []
+    for batch in first:
+        seen.append(batch)
+        if len(seen) == stop:
+            break
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    rest = numbers(second)
+    if stop < 7:
+        assert len(second) == 7
+        rest += numbers(second)
+    assert numbers(seen) + rest == expected
+
+
+def test_the_state_counts_what_was_given_out_and_not_what_is_ready(make: Any) -> None:
+    loader = make(batch_size=8, workers="threads", num_workers=2, prefetch_factor=3)
+    positions = [loader.state_dict()["position"]]
+    for _ in loader:
+        positions.append(loader.state_dict()["position"])
+    assert positions == [0, 8, 16, 24, 32, 40, 48, 50]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+
+
+def test_a_state_of_another_order_is_refused(make: Any) -> None:
+    state = make(batch_size=8, shuffle=True, seed=1).state_dict()
+    with pytest.raises(ValueError, match="seed=1, this one has 2"):
+        make(batch_size=8, shuffle=True, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle='full', this one has 'none'"):
+        make(batch_size=8, seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="samples=50, this one has 49"):
+        make(list(range(49)), shuffle=True, seed=1).load_state_dict(state)
+
+
+def test_an_epoch_that_was_left_begins_anew(make: Any) -> None:
+    loader = make(batch_size=8, workers="inline")
+    next(iter(loader))
+    assert [batch["pair"][0][0].item() for batch in loader] == [0, 8, 16, 24, 32, 40, 48]
+    assert loader.epoch == 1
+
+
+def test_set_epoch_goes_to_an_epoch_and_keeps_the_place_in_it(make: Any) -> None:
+    loader = make(batch_size=8, shuffle=True, workers="inline")
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "position": 16})
+    loader.batch_sampler.sampler.set_epoch(3)
+    assert loader.state_dict()["position"] == 16
+    loader.set_epoch(4)
+    assert loader.state_dict()["position"] == 0
+    first = [batch["pair"][0].tolist() for batch in loader]
+    loader.set_epoch(4)
+    assert [batch["pair"][0].tolist() for batch in loader] == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_iterations_at_the_same_time(make: Any, kind: str) -> None:
+    loader = make(batch_size=8, workers=kind)
+    pairs = [(a["pair"][0].tolist(), b["pair"][0].tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert all(first == second for first, second in pairs)
+    assert [number for first, _ in pairs for number in first] == list(range(COUNT))
+
+
+def test_several_loaders_over_one_file(make: Any) -> None:
+    loaders = [make(batch_size=size, workers=kind) for size, kind in ((8, "threads"), (8, "processes"), (8, "inline"))]
+    for batches in zip(*loaders, strict=True):
+        assert same(batches[0], batches[1])
+        assert same(batches[0], batches[2])
+
+
+class Broken(Squares):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            if self.how == "unpicklable":
+                raise _Unpicklable(threading.Lock())
+            raise KeyError("no such thing")
+        return super().__getitem__(index)
+
+
+class _Unpicklable(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["plain", "unpicklable"])
+def test_a_fault_of_a_sample_names_it_and_has_the_traceback(make: Any, kind: str, how: str) -> None:
+    loader = make(Broken(how), batch_size=4, workers=kind)
+    given: list[Any] = []
+    with pytest.raises(LoaderError) as caught:
+        given.extend(loader)
+    assert len(given) == 4
+    assert "Sample 17" in str(caught.value)
+    assert "__getitem__" in str(caught.value)
+    assert ("no such thing" if how == "plain" else "_Unpicklable") in str(caught.value)
+    assert len(next(iter(loader))[1]) == 4  # and the loader still works
+
+
+def fails_at_nine(value: Any) -> Any:
+    if value["pair"][0] == 9:
+        raise RuntimeError("nine")
+    return value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_a_transform_names_sample_and_block(make: Any, store: Path, kind: str) -> None:
+    with pytest.raises(LoaderError, match=rf"Sample 9 \(block 0 of {store}\): RuntimeError: nine"):
+        list(make(LMDBDataset(store, fails_at_nine), batch_size=4, workers=kind))
+
+
+def bad_collate(samples: Any) -> Any:
+    raise TypeError("cannot")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_collate_names_the_samples(make: Any, kind: str) -> None:
+    with pytest.raises(LoaderError, match=r"collate failed for the samples 0, 1, 2: TypeError: cannot"):
+        list(make(batch_size=3, workers=kind, collate=bad_collate))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_block_is_found(tmp_path: Path, make: Any, kind: str) -> None:
+    path = write_lmdb((torch.full((64,), float(i)) for i in range(200)), tmp_path / "a.lmdb", block_bytes=4096)
+    data = bytearray(path.read_bytes())
+    place = data.index(torch.full((64,), 150.0).numpy().tobytes())
+    data[place + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreCorruptError, match="the checksum of block 9 does not match"):
+        list(make(LMDBDataset(path), batch_size=16, workers=kind))
+
+
+def slow(value: Any) -> Any:
+    time.sleep(0.002)
+    return value
+
+
+def test_a_worker_that_is_killed_is_replaced(make: Any, store: Path) -> None:
+    expected = [batch["name"] for batch in make(batch_size=4, workers="inline")]
+    loader = make(LMDBDataset(store, slow), batch_size=4, workers="processes", num_workers=2)
+
+    def names_with_a_kill() -> list[list[str]]:
+        seen = []
+        for batch in loader:
+            seen.append(batch["name"])
+            if len(seen) == 3:
+                os.kill(loader.worker_pids[0], signal.SIGKILL)
+        return seen
+
+    with pytest.warns(RuntimeWarning, match="was killed by SIGKILL.*started again"):
+        seen = names_with_a_kill()
+    assert seen == expected
+
+
+def test_closing_ends_the_processes_and_iterating_starts_them_again(make: Any) -> None:
+    loader = make(Squares(), batch_size=4, workers="processes", num_workers=2)
+    next(iter(loader))
+    pids = loader.worker_pids
+    assert len(pids) == 2
+    loader.close()
+    assert not any(_alive(pid) for pid in pids)
+    assert loader.worker_pids == []
+    assert len(list(loader)) == 13
+
+
+def test_a_loader_that_is_forgotten_leaves_nothing_behind(store: Path) -> None:
+    def use() -> list[int]:
+        loader = RingLoader(Squares(), batch_size=4, workers="processes", num_workers=2)
+        next(iter(loader))
+        RingLoader(LMDBDataset(store), workers="threads").__iter__().__next__()
+        return loader.worker_pids
+
+    use()
+    gc.collect()
+    files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for _ in range(3):
+        pids = use()
+        gc.collect()
+        assert not any(_alive(pid) for pid in pids)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
+
+
+INTERRUPTED = """
+import sys, time
+from lightning_speedkit.data import RingLoader
+from tests.data.loading.test_loader import Squares
+loader = RingLoader(Squares(), batch_size=2, workers="processes", num_workers=2)
+batches = iter(loader)
+next(batches)
+print(*loader.worker_pids, flush=True)
+while True:
+    for batch in loader:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_and_no_shared_memory_outlives_the_training_process(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *pids)]
+        assert all("memfd:speedkit-batches" in text for text in maps)
+        assert not any("/dev/shm" in text for text in maps)  # memory without a name goes with the last process
+        if number is signal.SIGINT:
+            os.killpg(process.pid, number)  # Ctrl-C reaches the workers too
+        else:
+            process.send_signal(number)
+        _, printed = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    if number is signal.SIGINT:
+        assert printed.count("KeyboardInterrupt") == 1, printed
+    deadline = time.monotonic() + 20
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
+
+
+def _iterate_in_a_fork(path: str) -> None:
+    """The loader is in use when the process is forked; parent and child both go on."""
+    for kind in KINDS:
+        loader = RingLoader(LMDBDataset(path), batch_size=8, workers=kind)
+        batches = iter(loader)
+        next(batches)
+        child = os.fork()
+        if child == 0:
+            names = [name for batch in loader for name in batch["name"]]
+            os._exit(0 if names == [f"n{i}" for i in range(COUNT)] else 3)
+        assert [name for batch in batches for name in batch["name"]] == [f"n{i}" for i in range(8, COUNT)]
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        loader.close()
+    print("done")
+
+
+def test_parent_and_forked_child_both_go_on(store: Path) -> None:
+    child = run_child(_iterate_in_a_fork, str(store), timeout=100)
+    assert child.stdout.strip() == "done", child.stderr[-3000:]
+
+
+def test_a_store_that_is_replaced_meanwhile(tmp_path: Path, make: Any) -> None:
+    path = write_lmdb(range(10), tmp_path / "a.lmdb")
+    dataset = LMDBDataset(path)
+    loader = make(dataset, batch_size=2, workers="threads")
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    write_lmdb(range(100, 110), path)
+    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # the open one is still the old
+    with pytest.raises(StoreCorruptError, match="another store than this"):
+        list(make(dataset, batch_size=2, workers="threads"))
+
+
+def test_torchs_number_of_threads_is_left_alone(make: Any) -> None:
+    code = (
+        "import sys, threading, torch; from lightning_speedkit.data import LMDBDataset, RingLoader;"
+        "torch.set_num_threads(2); found = [];"
+        "loader = RingLoader(LMDBDataset(sys.argv[1]), workers='threads', num_workers=2); list(loader);"
+        "thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()));"
+        "thread.start(); thread.join();"
+        "print(torch.get_num_threads(), found)"
+    )
+    path = make().dataset.path
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert result.stdout.strip() == "2 [2]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": True}, TypeError, "batch_size must be an int, got True"),
+        ({"num_workers": -1}, ValueError, "num_workers must be at least 0"),
+        ({"workers": "thread"}, ValueError, "workers must be one of 'auto', 'threads', 'processes', 'inline', got 'th"),
+        ({"workers": "threads", "num_workers": 0}, ValueError, "workers='threads' needs num_workers of 1 or more"),
+        ({"remainder": "none"}, ValueError, "remainder must be one of 'pad', 'drop', 'exact', got 'none'"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
+        ({"shuffle": "block"}, ValueError, "shuffle must be False, True, 'full' or 'blocks', got 'block'"),
+        ({"shuffle": 1}, ValueError, "shuffle must be"),
+        ({"collate": 3}, TypeError, "collate must be callable or None, got 3"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),
+    ],
+)
+def test_arguments_are_checked(make: Any, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def test_what_cannot_be_loaded_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="list has no samples"):
+        make([])
+    with pytest.raises(ValueError, match="shuffle='blocks' needs an LMDBDataset, got a list"):
+        make([1], shuffle="blocks")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,147 @@
+"""What is counted and what is concluded, with a clock and a loader made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_speedkit.data.loading import loader_speed as module
+from lightning_speedkit.data.loading.loader_speed import (
+    LoaderPass,
+    LoaderSpeed,
+    first_pass_bound,
+    measure_loader,
+    what_bounds,
+)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class _Loader:
+    """Ten batches of 4 samples and 48 bytes: 5 s to start, 1 s a batch in the first pass and 0.1 s in later ones."""
+
+    def __init__(self, clock: _Clock, batches: int = 10) -> None:
+        self.clock = clock
+        self.batches = batches
+        self.passes = 0
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        slow = self.passes == 1
+        self.clock.now += 5.0 if slow else 0.0
+        for _ in range(self.batches):
+            self.clock.now += 1.0 if slow else 0.1
+            yield torch.zeros(4, 3)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_first_and_later_passes_are_told_apart(clock: _Clock) -> None:
+    loader = _Loader(clock)
+    speed = measure_loader(loader, seconds=100.0)
+    assert speed.first.batches == 10
+    assert speed.first.seconds_start == 6.0
+    assert (speed.first.samples, speed.first.bytes) == (36, 9 * 48)  # without the batch that the start brought
+    assert speed.first.samples_per_second == pytest.approx(4.0)
+    assert (speed.warm.samples, speed.warm.bytes) == (40, 480)
+    assert speed.warm.samples_per_second == pytest.approx(40.0)
+    assert speed.warm.bytes_per_second == pytest.approx(480.0)
+    assert set(loader.epochs) == {0}
+
+
+def test_a_long_pass_is_stopped_and_only_its_batches_are_read_again(clock: _Clock) -> None:
+    loader = _Loader(clock)
+    speed = measure_loader(loader, seconds=3.0)
+    assert speed.first.batches == speed.warm.batches == 4  # the one of the start, and three of 1 s each
+    assert speed.warm.samples == 16
+    assert loader.passes == 1 + 8  # 0.4 s each
+
+
+def test_one_batch_is_measured_with_its_start(clock: _Clock) -> None:
+    speed = measure_loader(_Loader(clock, batches=1), seconds=1.0)
+    assert (speed.first.samples, speed.first.seconds) == (4, 6.0)
+
+
+def test_the_fastest_of_the_later_passes_counts(clock: _Clock) -> None:
+    class Unsteady(_Loader):
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            for _ in range(2):
+                self.clock.now += 0.5 if self.passes == 3 else 5.0
+                yield torch.zeros(4, 3)
+
+    assert measure_loader(Unsteady(clock), seconds=30.0).warm.seconds == 1.0
+
+
+def test_an_empty_loader_or_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="list has no batch"):
+        measure_loader([])
+    for seconds in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="seconds"):
+            measure_loader([torch.zeros(1)], seconds=seconds)
+
+
+def _read(samples: int, size: int = 1000) -> LoaderPass:
+    return LoaderPass(batches=1, samples=samples, bytes=size, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "Python code per sample"),
+        ({"python": False}, "handing out batches"),
+        ({"copy_bytes_per_second": 2000.0}, "memory copy"),
+        ({"copy_bytes_per_second": 2001.0}, "Python code per sample"),
+        ({"plain": _read(143), "work": "decoding"}, "decoding on the CPU"),
+        ({"plain": _read(143), "work": "transform"}, "the Python transform"),
+        ({"plain": _read(142), "work": "transform"}, "Python code per sample"),
+        ({"plain": _read(143), "work": "decoding", "copy_bytes_per_second": 1000.0}, "decoding on the CPU"),
+        ({"store_bytes": 81, "memory_bytes": 100, "copy_bytes_per_second": 1000.0}, "the disk"),
+        ({"store_bytes": 80, "memory_bytes": 100}, "Python code per sample"),
+        ({"store_bytes": 81, "memory_bytes": 0}, "Python code per sample"),
+    ],
+    ids=str,
+)
+def test_what_bounds_a_loader_of_100_samples_and_1000_bytes_a_second(arguments: dict[str, Any], name: str) -> None:
+    bound = what_bounds(_read(100), **{"copy_bytes_per_second": 1e9, **arguments})
+    assert bound.name == name
+    assert bound.advice.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("first", "disk", "words"),
+    [
+        (_read(70), 1e9, "as fast as the later ones"),
+        (_read(69), None, "reading from the disk, and the checksum"),
+        (_read(69), 1000.0, "as fast as the disk"),
+        (_read(69), 501.0, "as fast as the disk"),
+        (_read(69), 1999.0, "as fast as the disk"),
+        (_read(69), 499.0, "by page faults and the checksum"),  # the disk cannot be that fast: it was in memory
+        (_read(69), 2001.0, "by page faults and the checksum"),
+    ],
+)
+def test_what_bounds_the_first_pass(first: LoaderPass, disk: float | None, words: str) -> None:
+    assert words in first_pass_bound(LoaderSpeed(first=first, warm=_read(100)), disk_bytes_per_second=disk)
+
+
+def test_nothing_read_is_no_rate() -> None:
+    nothing = LoaderPass(batches=0, samples=0, bytes=0, seconds=0.0)
+    assert (nothing.samples_per_second, nothing.bytes_per_second) == (0.0, 0.0)
