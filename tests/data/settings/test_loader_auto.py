@@ -274,7 +274,7 @@ def test_what_is_measured_is_what_the_loader_loads(choose: Any) -> None:
         ({"batch_size": 1, "shuffle": False, "batch_sampler": iter([[0]])}, 32),
         ({"batch_size": 20}, 20),
     ],
-    ids=str,
+    ids=["none", "of a list", "of an iterator", "given"],
 )
 def test_size_of_a_batch(arguments: dict[str, Any], size: int | None, choose: Any) -> None:
     asked = choose(NONE)
