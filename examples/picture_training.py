@@ -1,10 +1,9 @@
-"""From a folder of JPEG files to a run that can be stopped anywhere: pack, stage, decode into the batch, augment, resume.
+"""From a folder of JPEG files to a run that can be stopped anywhere: pack, stage, decode into the batch, resume.
 
     python examples/picture_training.py            # tiles of the two photographs that scikit-learn ships
     python examples/picture_training.py --fast     # fewer tiles, fewer epochs
 
-The pictures stay encoded in the store and are decoded into their rows of a uint8 batch. The run is stopped in the middle
-of an epoch, and goes on with the samples that are left.
+The run is stopped in the middle of an epoch, and goes on with the samples that are left.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from lightning_speedkit.data import DeviceTransform, Normalize, RandomFlip, find
 
 
 def write_tiles(folder: Path, per_class: int) -> None:
-    """A folder as an image dataset has it: train/china/0.jpg and so on."""
+    """train/china/1.jpg and so on, as image datasets are laid out."""
     for photograph, name in zip(load_sample_images().images, ("china", "flower"), strict=True):
         for i in range(per_class):
             top, left = 37 * i % (427 - 96), 71 * i % (640 - 96)
@@ -60,18 +59,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fast", action="store_true", help="fewer tiles, fewer epochs")
     fast = parser.parse_args().fast
-    with tempfile.TemporaryDirectory() as folder:
-        files, stores = Path(folder, "photographs"), Path(folder, "stores")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files, stores, checkpoint = folder / "photographs", folder / "stores", folder / "stopped.ckpt"
         write_tiles(files, per_class=40 if fast else 200)
         for split, path in find_splits(files).items():  # the command for it: speedkit pack photographs stores
             write_parallel(open_source(path), stores / f"{split}.lmdb")
-        root = stage_to_local(stores)  # on a local disk already, so it stays where it is
+        root = stage_to_local(stores)  # already on a local disk: it stays there
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        stop = ModelCheckpoint(Path(folder, "checkpoints"), every_n_train_steps=3, filename="stopped")
+        stop = ModelCheckpoint(folder, every_n_train_steps=3, filename="stopped")
         Trainer(max_steps=3, callbacks=[stop], **quiet).fit(Classifier(), datamodule=Pictures(root, batch_size=8))
         recorder = RunRecorder(warmup_steps=1)
         rest = Trainer(max_epochs=2 if fast else 6, callbacks=[recorder], enable_checkpointing=False, **quiet)
-        checkpoint = Path(folder, "checkpoints", "stopped.ckpt")
         rest.fit(Classifier(), datamodule=Pictures(root, batch_size=8), ckpt_path=checkpoint)
         print(f"Validation accuracy {rest.callback_metrics['val_acc']:.3f} after {rest.global_step} steps")
         print(recorder.run.train.describe())
