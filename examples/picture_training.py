@@ -59,9 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fast", action="store_true", help="fewer tiles, fewer epochs")
     fast = parser.parse_args().fast
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files, stores, checkpoint = folder / "photographs", folder / "stores", folder / "stopped.ckpt"
+    with tempfile.TemporaryDirectory() as folder:
+        files, stores, checkpoint = (Path(folder, name) for name in ("photographs", "stores", "stopped.ckpt"))
         write_tiles(files, per_class=40 if fast else 200)
         for split, path in find_splits(files).items():  # the command for it: speedkit pack photographs stores
             write_parallel(open_source(path), stores / f"{split}.lmdb")
