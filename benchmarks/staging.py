@@ -27,7 +27,7 @@ _FUNCTION = "benchmarks.staging:measure"
 
 def measure(source: str, how: str) -> dict[str, float]:
     """Bring the source to a new folder beside it; seconds, and bytes per second."""
-    from lightning_speedkit.data.staging.local_cache import stage_to_local
+    from lightning_speedkit.data import stage_to_local
 
     with tempfile.TemporaryDirectory(dir=Path(source).parent) as folder:
         if how == "staged before":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_speedkit.cli.image_option import check_images, image_fields, parse_image
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.loading.loader_speed import LoaderPass, LoaderSpeed
@@ -29,25 +31,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench.add_argument("path", metavar="PATH", help="a store, or a folder whose *.lmdb files are measured in turn")
     bench.add_argument("--batch-size", type=_whole(1), default=32, metavar="N", help="samples per batch (32)")
     bench.add_argument(
-        "--workers", type=_whole(0), metavar="N", help="threads or processes; 0 for none (as many as help)"
+        "--workers", type=_whole(0), metavar="N", help="threads or processes; 0 for none (chosen by itself)"
     )
     bench.add_argument(
         "--seconds", type=_seconds, default=3.0, metavar="S", help="about how long each measurement takes (3)"
     )
     bench.add_argument("--cold", action="store_true", help="drop the store from the page cache before the first pass")
     bench.add_argument(
-        "--image", action="append", default=[], type=_image, metavar="KEY=SIZE",
+        "--image", action="append", default=[], type=parse_image, metavar="KEY=SIZE",
         help="decode the pictures at that key or position of a sample to SIZE x SIZE; may be given several times",
     )  # fmt: skip
     bench.add_argument("--transform", metavar="MODULE:FUNCTION", help="a function that is called with each sample")
     bench.add_argument("--compare", action="store_true", help="measure torch's DataLoader over the same store too")
     bench.add_argument("--no-disk", action="store_true", help="do not measure the disk, for which a file is written")
     bench.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    bench.set_defaults(run=run)
+
+    def call(args: argparse.Namespace) -> int:
+        return run(args, bench.error)
+
+    bench.set_defaults(run=call)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints a table for each store."""
+def run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
+    """Prints a table for each store. A wrong command line is told to ``wrong``."""
     import os
 
     from lightning_speedkit.errors import StoreNotFoundError
@@ -56,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         stores = [Path(args.path)]
     elif not (stores := sorted(Path(args.path).glob("*.lmdb"))):
         raise StoreNotFoundError(f"The folder {args.path} holds no *.lmdb file.")
+    check_images(args.image, stores, wrong)
     transform = None if args.transform is None else _function(args.transform)
     disk = None if args.no_disk else _disk(stores[0].absolute().parent, args.seconds)
     for number, store in enumerate(stores):
@@ -67,21 +74,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _bench(store: Path, args: argparse.Namespace, transform: Any, disk: StorageSpeed | str | None) -> None:
     from lightning_speedkit.cli.terminal import print_pairs
-    from lightning_speedkit.data.images.image_field import ImageField
     from lightning_speedkit.data.loading.loader_speed import first_pass_bound
     from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
     from lightning_speedkit.measure import read_hardware
     from lightning_speedkit.measure.memory_copy import measure_memory_copy
 
-    fields = {key: ImageField(size) for key, size in args.image} or None
+    fields = image_fields(args.image, store) or None
     collate = _collate_for(LMDBDataset(store, transform=transform, fields=fields), args.batch_size)
     if args.cold:
         _forget(store)
     dataset = LMDBDataset(store, transform=transform, fields=fields)
     speed = _ring(dataset, args, collate)
-    plain = _without_work(store, args, fields, transform)
+    without = _without_work(store, args, fields, transform)
     sample_bytes = max(1, speed.warm.bytes // max(1, speed.warm.samples))
-    copy = measure_memory_copy(sample_bytes, rows=args.batch_size, seconds=min(1.0, args.seconds))
+    copy = measure_memory_copy(sample_bytes, rows=min(args.batch_size, len(dataset)), seconds=min(1.0, args.seconds))
     rate = None if disk is None or isinstance(disk, str) else disk.sequential_read_mb_per_second * 1e6
     size = f"{store.stat().st_size / 1e6:,.1f} MB; {sample_bytes:,} bytes per sample when loaded"
     pairs = [
@@ -94,26 +100,25 @@ def _bench(store: Path, args: argparse.Namespace, transform: Any, disk: StorageS
     ]
     if collate is not None:
         pairs.insert(1, ("batches", "lists of samples, which are too different to be put together without a collate"))
-    if plain is not None:
-        pairs.append(("without transform" if transform else "without decoding", _rate(plain)))
+    pairs.extend((f"without {work}", _rate(read)) for work, read in without.items())
     if args.compare:
         pairs.extend(_torch_loaders(dataset, args, collate))
-    pairs.extend(_verdict(dataset, collate, speed, plain, copy))
+    pairs.extend(_verdict(dataset, collate, speed, without, copy))
     print_pairs(pairs, title=str(store))
 
 
-def _without_work(store: Path, args: argparse.Namespace, fields: Any, transform: Any) -> LoaderPass | None:
-    """The same store without the transform, or if there is none without decoding; None where there is neither."""
+def _without_work(store: Path, args: argparse.Namespace, fields: Any, transform: Any) -> dict[str, LoaderPass]:
+    """The same store without the transform, without decoding, or without either and without both, if there are both."""
     from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 
-    if fields is None and transform is None:
-        return None
-    plain = LMDBDataset(store, fields=fields if transform is not None else None)
-    return _ring(plain, args, _collate_for(plain, args.batch_size)).warm
+    kept = {} if transform is None else {"transform": fields}
+    kept |= {} if fields is None else {"decoding" if transform is None else "both": None}
+    plain = {work: LMDBDataset(store, fields=left) for work, left in kept.items()}
+    return {work: _ring(each, args, _collate_for(each, args.batch_size)).warm for work, each in plain.items()}
 
 
 def _verdict(
-    dataset: Any, collate: Any, speed: LoaderSpeed, plain: LoaderPass | None, copy: float
+    dataset: Any, collate: Any, speed: LoaderSpeed, without: dict[str, LoaderPass], copy: float
 ) -> list[tuple[str, str]]:
     from lightning_speedkit.data.loading.batch_builder import StoreBatches, builder_for
     from lightning_speedkit.data.loading.loader_speed import what_bounds
@@ -122,8 +127,9 @@ def _verdict(
     bound = what_bounds(
         speed.warm,
         copy_bytes_per_second=copy,
-        plain=plain,
-        work="decoding" if dataset.transform is None else "transform",
+        plain=next(reversed(without.values()), None),
+        decoded=without.get("transform") if "both" in without else None,
+        work=next(iter(without), ""),
         python=not isinstance(builder_for(dataset, collate), StoreBatches),
         store_bytes=dataset.path.stat().st_size,
         memory_bytes=read_hardware("cpu").memory_bytes,
@@ -239,10 +245,3 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
-
-
-def _image(text: str) -> tuple[str | int, int]:
-    key, _, size = text.rpartition("=")
-    if not key or not size.isdigit() or int(size) < 1:
-        raise argparse.ArgumentTypeError(f"must be KEY=SIZE, such as image=224 or 0=224, got {text!r}")
-    return int(key) if key.isdigit() else key, int(size)

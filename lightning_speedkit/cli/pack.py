@@ -77,12 +77,13 @@ def run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
 
 def _run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
     from lightning_speedkit.data.sources.opening import classes_of, find_splits
-    from lightning_speedkit.data.sources.split_choice import parse_fractions
+    from lightning_speedkit.data.sources.split_choice import parse_fractions, splits_not_served
 
     try:
         fractions = parse_fractions(args.split) if args.split else {}
     except ValueError as error:
         wrong(f"--split: {error}")
+    _check_out(args.out, wrong)
     splits = find_splits(args.source)
     one = args.out.endswith(".lmdb")
     if splits and args.split:
@@ -96,6 +97,8 @@ def _run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
     if one:
         paths = {"train": out}
     _check_free(list(paths.values()), args.overwrite)
+    if fractions and not args.quiet and (note := splits_not_served(fractions)):
+        print(f"speedkit pack: note: {note}", file=sys.stderr)
     if not splits:
         _pack(_opened(args, args.source, None, wrong), paths, fractions or {"train": 1.0}, args)
         return 0
@@ -159,23 +162,35 @@ def _check_options(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -
         wrong("--seed has no effect without --split")
 
 
+def _check_out(out: str, wrong: Callable[[str], NoReturn]) -> None:
+    """A name with another suffix is meant as a file, unless a folder of that name is there or it ends in a slash."""
+    suffix = Path(out).suffix
+    if out.endswith((".lmdb", "/")) or not any(map(str.isalpha, suffix)) or Path(out).is_dir():
+        return
+    wrong(
+        f"OUT is a file that ends with .lmdb, or a folder, got {out}: type {out.removesuffix(suffix)}.lmdb for one "
+        f"store, or {out}/ for a folder of that name"
+    )
+
+
 def _check_free(paths: list[Path], overwrite: bool) -> None:
     from lightning_speedkit.errors import StoreWriteError
 
     there = [str(path) for path in paths if path.exists()]
     if there and not overwrite:
-        raise StoreWriteError(
-            f"{' and '.join(there)} is there already: give --overwrite to replace it, or another OUT."
-        )
+        are, them = ("are", "them") if len(there) > 1 else ("is", "it")
+        names = " and ".join(filter(None, (", ".join(there[:-1]), there[-1])))
+        raise StoreWriteError(f"{names} {are} there already: give --overwrite to replace {them}, or another OUT.")
 
 
 def _list_skipped(report: PackReport) -> None:
     sys.stdout.flush()
-    print(f"{len(report.skipped):,} bad samples were left out:", file=sys.stderr)
+    count = len(report.skipped)
+    print("1 bad sample was left out:" if count == 1 else f"{count:,} bad samples were left out:", file=sys.stderr)
     for line in report.skipped[:_LISTED]:
         print(f"  {line}", file=sys.stderr)
-    if len(report.skipped) > _LISTED:
-        print(f"  and {len(report.skipped) - _LISTED:,} more", file=sys.stderr)
+    if count > _LISTED:
+        print(f"  and {count - _LISTED:,} more", file=sys.stderr)
 
 
 def _print(report: PackReport, source: Source) -> None:
@@ -189,10 +204,14 @@ def _print(report: PackReport, source: Source) -> None:
         pairs.append(("left out", f"{len(report.skipped):,}"))
     if source.classes:
         pairs.append(("classes", f"{len(source.classes):,}, named in {_class_files(report)}"))
-    pairs += [("payload bytes", f"{report.payload_bytes:,}"), ("seconds", f"{report.seconds:.1f}"), ("rate", rate)]
+    pairs += [("payload bytes", f"{report.payload_bytes:,}"), ("seconds", _two_digits(report.seconds)), ("rate", rate)]
     pairs += [("note", note) for note in source.notes()]
     folder = next(iter(report.paths.values())).parent
     print_pairs(pairs, title=f"{folder}: packed")
+
+
+def _two_digits(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 9.95 else f"{seconds:,.0f}"
 
 
 def _class_files(report: PackReport) -> str:

@@ -18,6 +18,7 @@ distributed sampler), #10469 (augmentation on the device); pytorch/pytorch#62066
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
@@ -37,8 +38,9 @@ from lightning_speedkit.data.device.device_transform import DeviceTransform
 from lightning_speedkit.data.loading.collate import collate_samples
 from lightning_speedkit.data.loading.epoch_order import EpochOrder
 from lightning_speedkit.data.loading.loader import RingLoader
+from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
 from lightning_speedkit.data.loading.worker_choice import WORKERS
-from lightning_speedkit.measure.lightning_internals import recount_batches
+from lightning_speedkit.measure.lightning_internals import epochs_done, recount_batches
 
 __all__ = ["LOADERS", "SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]
 
@@ -49,6 +51,12 @@ SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": 
 
 class NoSuchSplit(list[Any]):
     """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
+
+
+class _LoaderOfSplit(RingLoader):
+    """A loader that knows which split it serves."""
+
+    split = ""
 
 
 class SpeedkitDataModule(LightningDataModule):
@@ -116,7 +124,7 @@ class SpeedkitDataModule(LightningDataModule):
         self.drop_last = drop_last
         self.remainder = remainder
         self.seed = seed
-        self._loaders: dict[str, RingLoader] = {}
+        self._loaders: list[_LoaderOfSplit] = []
         self._training: Any = None  # the training loader as the Trainer has it
         self._position: dict[str, Any] | None = None  # of the training loader, from a checkpoint
 
@@ -170,29 +178,54 @@ class SpeedkitDataModule(LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         # Of what the Trainer has got: batches that were fetched ahead for the device do not count.
-        return {} if self._training is None else {"train": self._training.state_dict()}
+        held = getattr(self.trainer, "train_dataloader", None)
+        loader = held if isinstance(held, RingLoader | DevicePrefetcher) else self._training
+        return {} if loader is None else {"train": loader.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._position = state_dict.get("train") if self.loader != "torch" else None
+        fits = self.trainer is None or self.trainer.state.fn == "fit"  # an evaluation leaves the next fit alone
+        self._position = state_dict.get("train") if fits and self.loader != "torch" else None
         if self._position is None or self.trainer is None:
+            return
+        epoch, position, samples = (self._position[name] for name in ("epoch", "position", "samples"))
+        if not 0 < position < samples:
+            return
+        done = epochs_done(self.trainer)
+        if done is not None and done > epoch:
+            if self.trainer.limit_train_batches == 1.0 and not getattr(self.trainer, "overfit_batches", 0):
+                rank_zero_warn(
+                    f"The checkpoint was saved after {position} of the {samples} samples of epoch {epoch}, and counts "
+                    f"that epoch as done, as Lightning does when max_steps, max_time or should_stop ends a run: the "
+                    f"other samples are skipped. To go on with them, resume from a checkpoint that was saved within "
+                    f"the epoch, such as one of ModelCheckpoint(every_n_train_steps=...)."
+                )
             return
         # The Trainer counts the batches of the unfinished epoch; another number of ranks makes another count of it.
         order = EpochOrder(
-            samples=self._position["samples"],
+            samples=samples,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             remainder=self.remainder,
             world_size=self._shards()["num_replicas"],
         )
-        if 0 < self._position["position"] < order.samples:
-            recount_batches(self.trainer, order.steps() - order.steps(self._position["position"]))
+        recount_batches(self.trainer, order.steps() - order.steps(position))
 
     @override
     def teardown(self, stage: str) -> None:
         """End the workers."""
-        for loader in self._loaders.values():
+        self._end_workers()
+        self._position = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers: the Trainer does not reach ``teardown``."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        for loader in self._loaders:
             loader.close()
+        self._loaders.clear()
 
     def _evaluation_loader(self, split: str) -> Any:
         dataset = self._served(split)
@@ -215,17 +248,25 @@ class SpeedkitDataModule(LightningDataModule):
     def _hook_transform(self) -> None:
         """Take the hook only if there is a transform: a hook of the DataModule takes the place of the module's."""
         transform = self.device_transform()
+        if transform is not None and not isinstance(transform, DeviceTransform):
+            raise TypeError(
+                f"device_transform() of {type(self).__name__} must return a DeviceTransform or None, got "
+                f"{transform!r}: DeviceTransform(train=[...], always=[...]) takes operations and modules."
+            )
         if transform is None:
             self.__dict__.pop("on_after_batch_transfer", None)
         else:
             self.on_after_batch_transfer = TransformOnDevice(self, transform)  # type: ignore[method-assign]
 
     def _ring_loader(self, split: str, dataset: Any, *, shuffle: bool | str, remainder: str) -> RingLoader:
-        before = self._loaders.pop(split, None)
-        if before is not None:
+        for before in [loader for loader in self._loaders if loader.split == split and not loader.is_iterated]:
             before.close()
+            self._loaders.remove(before)
         shards = self._shards()
-        loader = self._loaders[split] = RingLoader(
+        if shuffle is True and shards["num_replicas"] > 1 and self.trainer is not None:
+            # Hosts may have unlike memory, and all ranks must take the same order.
+            shuffle = self.trainer.strategy.broadcast(choose_shuffle(dataset, True)[0])
+        loader = _LoaderOfSplit(
             dataset,
             batch_size=self.batch_size,
             shuffle=shuffle,
@@ -240,6 +281,8 @@ class SpeedkitDataModule(LightningDataModule):
             collate=self._collate_fn(),
             pin_memory=self._pins(),
         )
+        loader.split = split
+        self._loaders.append(loader)
         return loader
 
     def _torch_loader(
@@ -313,7 +356,13 @@ class SpeedkitDataModule(LightningDataModule):
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    words = f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
+    near = (
+        difflib.get_close_matches(value, [x for x in allowed if isinstance(x, str)], 1)
+        if isinstance(value, str)
+        else []
+    )
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    words = f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}"
     if type(value) not in {type(choice) for choice in allowed}:
         raise TypeError(words)
     if value not in allowed:

@@ -29,7 +29,7 @@ class CollateOfDataModule:
     def __getstate__(self) -> dict[str, Any]:
         alone = copy.copy(self._data)
         alone.trainer = None
-        alone._loaders, alone._training = {}, None
+        alone._loaders, alone._training = [], None
         alone.__dict__.pop("on_after_batch_transfer", None)
         return {"_data": alone}
 

@@ -171,8 +171,14 @@ class LMDBDataModule(SpeedkitDataModule):
 
     @override
     def _missing(self, split: str) -> str:
-        there = ", ".join(sorted(path.name for path in self.root.glob("*.lmdb"))) if self.root.is_dir() else ""
+        if self.root.is_file():
+            where = f"root={str(self.root)!r} is a file; give the folder that it is in."
+        elif not self.root.is_dir():
+            where = f"There is no folder {self.root}."
+        else:
+            there = ", ".join(sorted(path.name for path in self.root.glob("*.lmdb")))
+            where = f"In that folder: {there or 'no .lmdb file'}."
         return (
-            f"{type(self).__name__} has no {self.path(split)}. In that folder: {there or 'no .lmdb file'}. "
-            f"Write it with write_lmdb(samples, path), or define samples({split!r})."
+            f"{type(self).__name__} has no {self.path(split)}. {where} Make it with the command "
+            f"`speedkit pack SOURCE {self.root}` or with write_lmdb(samples, path), or define samples({split!r})."
         )

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 __all__ = [
     "change_train_dataloaders",
+    "epochs_done",
     "forget_metric_attributes",
     "forget_static_graph_flush",
     "is_accumulating",
@@ -87,6 +88,16 @@ def change_train_dataloaders(trainer: pl.Trainer, change: Callable[[Any], Any]) 
 
     source.dataloader = changed  # type: ignore[method-assign]
     return undo
+
+
+def epochs_done(trainer: pl.Trainer) -> int | None:
+    """How many epochs the checkpoint that is being restored counts as done, or ``None`` if it is not of a fit.
+
+    To be called from the ``load_state_dict`` of a DataModule. Reads ``_checkpoint_connector._loaded_checkpoint``.
+    """
+    fit_loop = trainer._checkpoint_connector._loaded_checkpoint.get("loops", {}).get("fit_loop", {})
+    done = fit_loop.get("epoch_progress", {}).get("current", {}).get("processed")
+    return None if done is None else int(done)
 
 
 def recount_batches(trainer: pl.Trainer, batches: int) -> None:

@@ -200,9 +200,75 @@ def test_what_is_there_is_kept_unless_told(capsys: Captured) -> None:
     assert len(stored("x.lmdb")) == 4
 
 
+def test_a_split_that_no_data_module_serves_is_noted(capsys: Captured) -> None:
+    np.save("a.npy", np.arange(8))
+    assert main(["pack", "a.npy", "out", "--split", "trian=0.5,val=0.5"]) == 0
+    assert (
+        "note: LMDBDataModule serves train, val, test and predict, and not 'trian'. Did you mean 'train'?"
+        in capsys.readouterr().err
+    )
+    assert main(["pack", "a.npy", "other", "--split", "train=0.5,val=0.25,test=0.25"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    assert pack("a.npy", "quiet", "--split", "trian=0.5,val=0.5") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("out", "store"),
+    [("v1.0", "v1.0/train.lmdb"), ("x.db/", "x.db/train.lmdb"), ("there.d", "there.d/train.lmdb"), (".hidden", None)],
+)
+def test_folders_whose_names_have_a_dot(out: str, store: str | None) -> None:
+    np.save("a.npy", np.arange(3))
+    Path("there.d").mkdir()
+    assert pack("a.npy", out) == 0
+    assert len(stored(store or f"{out}/train.lmdb")) == 3
+
+
+def test_several_stores_that_are_there_are_named_together(capsys: Captured) -> None:
+    np.save("a.npy", np.arange(8))
+    Path("out").mkdir()
+    for names, told in (
+        (["val"], "out/val.lmdb is there already: give --overwrite to replace it, or"),
+        (["train"], "out/train.lmdb and out/val.lmdb are there already: give --overwrite to replace them, or"),
+        (
+            ["test"],
+            "out/train.lmdb, out/val.lmdb and out/test.lmdb are there already: give --overwrite to replace them",
+        ),
+    ):
+        Path(f"out/{names[0]}.lmdb").write_text("precious")
+        assert told in failed(capsys, "a.npy", "out", "--split", "0.5,0.25,0.25")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0123, "0.012"), (0.5, "0.5"), (1.26, "1.3"), (9.94, "9.9"), (9.96, "10"), (12.34, "12"), (4567.0, "4,567")],
+)
+def test_seconds_have_two_digits_or_more(seconds: float, shown: str, capsys: Captured) -> None:
+    from lightning_speedkit.cli import pack as module
+    from lightning_speedkit.data import PackReport, open_source
+
+    np.save("a.npy", np.arange(3))
+    report = PackReport(
+        paths={"train": Path("x.lmdb")}, samples={"train": 3}, payload_bytes=24, skipped=(), seconds=seconds
+    )
+    module._print(report, open_source("a.npy"))
+    assert f"seconds {shown} rate" in " ".join(capsys.readouterr().out.split())
+
+
+def test_one_bad_sample_is_told_in_the_singular(capsys: Captured) -> None:
+    make_tree(Path("tree"), {"cat": 3})
+    Path("tree/cat/001.jpg").write_bytes(b"<html>")
+    assert pack("tree", "out", "--skip-bad") == 0
+    assert capsys.readouterr().err.splitlines()[0] == "1 bad sample was left out:"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["a.npy", "x.db"], "got x.db: type x.lmdb for one store, or x.db/ for a folder of that name"),
+        (["a.npy", "x.LMDB"], "type x.lmdb for one store"),
+        (["a.npy", "out/x.mdb", "--split", "0.5,0.5"], "type out/x.lmdb for one store, or out/x.mdb/ for a folder"),
+        (["a.npy", "a.npy"], "type a.lmdb for one store"),
         (["a.npy", "x.lmdb", "--split", "0.5,0.5"], "OUT must be a folder for the splits train, val"),
         (["a.npy", "out", "--split", "0.5,0.6"], "--split: the fractions of a split are above 0 and their sum is 1"),
         (["a.npy", "out", "--split", "a=half"], "--split: a split is written as"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -515,3 +516,101 @@ def test_whole_batches_are_transformed_before_the_module_has_them(
     assert transformed.values["val"] == pytest.approx([2 * value + shift for value in plain.values["val"]])
     if not shift:  # else Lightning says that both have the hook, and does not know that ours calls the module's
         assert not [warning for warning in recwarn if "on_after_batch_transfer" in str(warning.message)]
+
+
+def test_a_run_that_was_ended_within_an_epoch_says_what_is_skipped(tmp_path: Path) -> None:
+    """5 steps an epoch; stopped by max_steps after 2, and saved when Lightning counts the epoch as done."""
+    first = trainer(max_steps=2, limit_val_batches=0)
+    first.fit(Recorder(), datamodule=Numbers(tmp_path, batch_size=5))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    model = Recorder()
+    with pytest.warns(UserWarning, match="saved after 10 of the 24 samples of epoch 0, and counts that epoch as done"):
+        trainer(max_epochs=2, limit_val_batches=0).fit(
+            model, datamodule=Numbers(tmp_path, batch_size=5), ckpt_path=tmp_path / "a.ckpt"
+        )
+    assert sorted(flat(model.seen["train"])) == list(range(24))
+
+
+@pytest.mark.parametrize("limit", [2, 0.5])
+def test_epochs_that_are_limited_are_not_called_ended(
+    tmp_path: Path, limit: float, recwarn: pytest.WarningsRecorder
+) -> None:
+    first = trainer(max_epochs=1, limit_train_batches=limit, limit_val_batches=0)
+    first.fit(Recorder(), datamodule=Numbers(tmp_path, batch_size=5))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    model = Recorder()
+    trainer(max_epochs=2, limit_train_batches=limit, limit_val_batches=0).fit(
+        model, datamodule=Numbers(tmp_path, batch_size=5), ckpt_path=tmp_path / "a.ckpt"
+    )
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
+    assert model.seen["train"] == [order[:5], order[5:10]]
+    assert not [warning for warning in recwarn if "counts that epoch as done" in str(warning.message)]
+
+
+def test_what_is_no_device_transform_is_named(tmp_path: Path) -> None:
+    class Lists(Numbers):
+        def device_transform(self) -> Any:
+            return [torch.nn.Identity()]
+
+    with pytest.raises(TypeError, match=r"device_transform\(\) of Lists must return a DeviceTransform or None, got \["):
+        trainer(max_epochs=1).fit(Recorder(), datamodule=Lists(tmp_path))
+
+
+def test_a_root_that_is_wrong_says_why(tmp_path: Path) -> None:
+    Numbers(tmp_path).prepare_data()
+    for root, words in (
+        (tmp_path / "nowhere", f"There is no folder {tmp_path / 'nowhere'}"),
+        (tmp_path / "train.lmdb", "is a file; give the folder that it is in"),
+    ):
+        with pytest.raises(MisconfigurationException, match=words) as caught:
+            trainer(max_epochs=1).fit(Recorder(), datamodule=LMDBDataModule(root))
+        assert "speedkit pack SOURCE" in str(caught.value)
+
+
+def test_an_evaluation_of_a_checkpoint_leaves_the_next_fit_alone(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, filename="a", every_n_train_steps=3)
+    trainer(max_steps=3, limit_val_batches=0, callbacks=[save], enable_checkpointing=True).fit(
+        Recorder(), datamodule=Numbers(tmp_path, batch_size=4)
+    )
+    model, data, run = Recorder(), Numbers(tmp_path, batch_size=4), trainer(max_epochs=1)
+    run.validate(model, datamodule=data, ckpt_path=tmp_path / "a.ckpt")
+    run.fit(model, datamodule=data)
+    assert sorted(flat(model.seen["train"])) == list(range(24))
+
+
+class AsksForLoaders(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.datamodule.train_dataloader()
+        trainer.datamodule.val_dataloader()
+
+
+@pytest.mark.parametrize("loader", ["threads", "processes", "inline"])
+def test_somebody_asks_for_a_loader_during_the_fit(tmp_path: Path, loader: str) -> None:
+    model, data = Recorder(), Numbers(tmp_path, batch_size=4, loader=loader, num_workers=None)
+    states = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            states.append(data.state_dict()["train"]["position"])
+
+    trainer(max_epochs=1, callbacks=[AsksForLoaders(), Watch()]).fit(model, datamodule=data)
+    assert sorted(flat(model.seen["train"])) == list(range(24))
+    assert states == [4, 8, 12, 16, 20, 24]
+    assert data._loaders == []
+
+
+class Breaks(Recorder):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise KeyError("in the step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_workers_end_when_a_step_fails(tmp_path: Path) -> None:
+    data = Numbers(tmp_path, batch_size=2, loader="processes", num_workers=1)
+    with pytest.raises(KeyError, match="in the step"):
+        trainer(max_epochs=1).fit(Breaks(), datamodule=data)
+    assert data._loaders == []
+    model = Recorder()
+    trainer(max_epochs=1).fit(model, datamodule=data)
+    assert sorted(flat(model.seen["train"])) == list(range(24))

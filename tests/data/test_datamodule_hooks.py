@@ -22,7 +22,7 @@ class Sums(SpeedkitDataModule):
 def test_a_collate_travels_without_trainer_and_loaders() -> None:
     data = Sums()
     data.trainer = SimpleNamespace(leads_to=lambda: None)  # type: ignore[assignment]
-    data._loaders = {"train": lambda: None}  # type: ignore[dict-item,return-value]
+    data._loaders = [lambda: None]  # type: ignore[list-item]
     data.factor = 3
     here = CollateOfDataModule(data)
     there = pickle.loads(pickle.dumps(here))

@@ -30,7 +30,7 @@ def test_a_missing_split_is_no_loader_or_an_error_that_lists_what_is_there(tmp_p
     for run in (trainer().validate, trainer().test, trainer().predict):
         with pytest.raises(MisconfigurationException, match=r"In that folder: train.lmdb"):
             run(model, datamodule=data)
-    with pytest.raises(MisconfigurationException, match=r"train.lmdb. In that folder: no .lmdb file"):
+    with pytest.raises(MisconfigurationException, match=r"train.lmdb. There is no folder"):
         trainer(max_epochs=1).fit(model, datamodule=LMDBDataModule(tmp_path / "nowhere"))
 
 

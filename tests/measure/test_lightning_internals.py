@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -18,9 +18,11 @@ from torchmetrics import MeanMetric
 
 from lightning_speedkit.measure.lightning_internals import (
     change_train_dataloaders,
+    epochs_done,
     forget_metric_attributes,
     forget_static_graph_flush,
     is_accumulating,
+    recount_batches,
     skips_backward,
 )
 
@@ -218,3 +220,37 @@ def test_a_lightning_without_a_source_of_loaders_is_told() -> None:
     trainer.fit_loop._data_source = object()  # type: ignore[assignment]
     with pytest.raises(AttributeError, match=r"no _DataLoaderSource\.dataloader"):
         change_train_dataloaders(trainer, lambda given: given)
+
+
+class _Restored(LightningDataModule):
+    """Asks when it is restored, and says that other batches were done if it is told to."""
+
+    def __init__(self, batches: int | None = None) -> None:
+        super().__init__()
+        self.batches = batches
+        self.done: int | None = None
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(12, 1), batch_size=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"something": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert self.trainer is not None
+        self.done = epochs_done(self.trainer)
+        if self.batches is not None:
+            recount_batches(self.trainer, self.batches)
+
+
+@pytest.mark.parametrize(("batches", "left"), [(None, 2), (4, 2), (1, 5), (5, 1)])
+def test_a_restored_run_has_the_batches_left_that_were_told(tmp_path: Any, batches: int | None, left: int) -> None:
+    """6 batches an epoch; the checkpoint is of the second epoch, after 4 of them."""
+    save = ModelCheckpoint(tmp_path, filename="a", every_n_train_steps=10)
+    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    Trainer(max_steps=10, callbacks=[save], **quiet).fit(_Norm(), datamodule=_Restored())
+    watch, data = _Watch(), _Restored(batches)
+    trainer = Trainer(max_epochs=2, callbacks=[watch], enable_checkpointing=False, **quiet)
+    trainer.fit(_Norm(), datamodule=data, ckpt_path=tmp_path / "a.ckpt")
+    assert data.done == 1
+    assert len(watch.steps) == left

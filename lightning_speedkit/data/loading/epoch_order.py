@@ -13,6 +13,7 @@ permutation of all samples.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,12 @@ class EpochOrder:
     def _steps(self, start: int) -> int:
         full, rest = divmod(self._end(start) - start, self.step_size)
         return full if self.drop_last or not rest else full + 1
+
+    def block_digest(self) -> int:
+        """A number that two orders by blocks share if their blocks and windows are the same; 0 for other orders."""
+        if self.shuffle != "blocks":
+            return 0
+        return zlib.crc32(self._firsts().tobytes(), self.window_blocks)
 
     def _end(self, start: int) -> int:
         if self.remainder == "exact":

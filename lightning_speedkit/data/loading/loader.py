@@ -16,12 +16,18 @@ measured.
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import get_all_start_methods
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from lightning_speedkit.data.loading.batch_builder import BatchTask, StoreBatches, builder_for
 from lightning_speedkit.data.loading.epoch_order import REMAINDERS, EpochOrder
@@ -31,6 +37,7 @@ from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
 from lightning_speedkit.data.loading.store_window import StoreWindow
 from lightning_speedkit.data.loading.worker_choice import WORKERS, choose_workers
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+from lightning_speedkit.errors import LoaderError
 
 __all__ = ["RingLoader"]
 
@@ -96,6 +103,8 @@ class RingLoader:
     ) -> None:
         _check_choice("workers", workers, WORKERS)
         _check_choice("remainder", remainder, REMAINDERS)
+        if start_method is not None:
+            _check_choice("start_method", start_method, get_all_start_methods())
         self.batch_size = _integer("batch_size", batch_size, 1)
         self.num_workers = None if num_workers is None else _integer("num_workers", num_workers, 0)
         self.prefetch_factor = _integer("prefetch_factor", prefetch_factor, 1)
@@ -110,6 +119,9 @@ class RingLoader:
             raise ValueError(f"{type(dataset).__name__} has no samples.")
         self.dataset = dataset
         self.drop_last = drop_last
+        if pin_memory and not torch.cuda.is_available():
+            warnings.warn("pin_memory=True has no effect without a CUDA device.", stacklevel=2)
+            pin_memory = False
         self.pin_memory = pin_memory
         self.start_method = start_method
         self.workers = workers
@@ -133,6 +145,7 @@ class RingLoader:
         self._given = 0  # batches since then
         self._turn = 0  # the iteration that counts
         self._crew: Crew | None = None
+        self._made_for: Any = None
 
     def __len__(self) -> int:
         """The batches of an epoch, of this rank."""
@@ -149,6 +162,11 @@ class RingLoader:
         return self._epoch
 
     @property
+    def is_iterated(self) -> bool:
+        """Whether an iteration is under way."""
+        return self._crew is not None and self._crew.iteration is not None
+
+    @property
     def worker_pids(self) -> list[int]:
         """The worker processes that are there now."""
         crew = self._crew
@@ -157,6 +175,7 @@ class RingLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; in the one that is under way, or that was resumed, stay where it is."""
         if _integer("epoch", epoch, 0) != self._epoch:
+            self._turn += 1  # an iteration under way counts no more
             self._go_to(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,6 +192,7 @@ class RingLoader:
             "samples": self.order.samples,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
+            "blocks": self.order.block_digest(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,21 +201,31 @@ class RingLoader:
         Raises:
             ValueError: the state is that of another order: other samples, seed or shuffling.
         """
-        for name in ("samples", "seed", "shuffle"):
-            if state[name] != getattr(self.order, name):
+        missing = {"epoch", "position", "samples", "seed", "shuffle"} - state.keys()
+        if missing:
+            raise ValueError(f"This is no state of a RingLoader: it lacks {', '.join(sorted(missing))}.")
+        epoch, position = _integer("epoch", state["epoch"], 0), _integer("position", state["position"], 0)
+        within = 0 < position < state["samples"]
+        mine = {**self.state_dict(), "blocks": self.order.block_digest()}
+        for name in ("samples", "seed", "shuffle", "blocks") if within else ():
+            if state.get(name, 0) != mine[name]:
                 raise ValueError(
-                    f"The checkpoint was made by a loader with {name}={state[name]!r}, this one has "
-                    f"{getattr(self.order, name)!r}: the rest of the epoch is not defined. Use the same, or begin anew."
+                    f"The checkpoint was made by a loader with {name}={state.get(name)!r}, this one has "
+                    f"{mine[name]!r}: the rest of the epoch is not defined. Use the same, or begin anew."
                 )
-        self._go_to(int(state["epoch"]))
-        if state["position"] >= self.order.samples:  # the epoch was over
-            self._go_to(self._epoch + 1)
-            return
-        self._start = int(state["position"])
-        # With the batch size and the number of ranks of the state these are the batches that were given.
-        self._before = self.order.steps() - self.order.steps(self._start)
+        self._turn += 1  # an iteration under way counts no more
+        self._go_to(epoch if within or not position else epoch + 1)
+        if within:
+            self._start = position
+            # With the batch size and the number of ranks of the state these are the batches that were given.
+            self._before = self.order.steps() - self.order.steps(position)
 
     def __iter__(self) -> Iterator[Any]:
+        if len(self.dataset) != self.order.samples:
+            raise LoaderError(
+                f"{type(self.dataset).__name__} has {len(self.dataset)} samples now, and had {self.order.samples} when "
+                f"this loader was made: make a new loader."
+            )
         if self._given:  # it was left in the middle, and begins anew
             self._go_to(self._epoch)
         self._turn += 1
@@ -208,7 +238,7 @@ class RingLoader:
             self._crew = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_crew": None}
+        return self.__dict__ | {"_crew": None, "order": replace(self.order, _cache={})}
 
     def _go_to(self, epoch: int) -> None:
         self._epoch, self._start, self._before, self._given = epoch, 0, 0, 0
@@ -251,14 +281,22 @@ class RingLoader:
         crew = self._crew
         if crew is not None and crew.process != os.getpid():
             crew = None  # inherited by a fork
+        if crew is not None and crew.iteration is None and self._made_for is not self._transform():
+            self.close()
+            crew = None
         if crew is None:
             self._crew = crew = self._new_crew(self.workers)
         elif crew.iteration is not None:
             crew = self._new_crew("inline")  # a second iteration beside the first does not get workers of its own
         return crew
 
+    def _transform(self) -> Any:
+        """What is applied to the samples of a store; set anew, it takes new workers."""
+        return self.dataset.transform if type(self.dataset) is LMDBDataset else None
+
     def _new_crew(self, workers: str) -> Crew:
         builder = builder_for(self.dataset, self._collate)
+        self._made_for = self._transform()
         steps = self.order.steps(self._start)
         first = [self._task(self._epoch, step, self._start) for step in range(min(steps, 4))]
         choice = choose_workers(
@@ -274,7 +312,8 @@ class RingLoader:
         return Crew(
             builder,
             choice,
-            batch_size=self.batch_size,
+            batch_size=min(self.batch_size, -(-self.order.samples // self.order.world_size)),
+            steps=self.order.steps(),
             prefetch_factor=self.prefetch_factor,
             pin_memory=self.pin_memory,
             places=self._collate is None or self.pin_memory,
@@ -293,9 +332,13 @@ def _integer(name: str, value: Any, least: int) -> int:
     number = operator.index(value)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}.")
+    if number >= 2**62:
+        raise ValueError(f"{name} must be below 2**62, got {number}.")
     return number
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        near = difflib.get_close_matches(value, allowed, 1) if isinstance(value, str) else []
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")

@@ -16,12 +16,13 @@ from lightning_speedkit.data.loading.read_ahead import ReadAhead
 from lightning_speedkit.data.loading.ring import ALIGNMENT, Ring, SharedMemory
 from lightning_speedkit.data.loading.thread_workers import InlineWorker, ThreadWorkers
 from lightning_speedkit.data.loading.worker_choice import WorkerChoice
+from lightning_speedkit.errors import LoaderError
 from lightning_speedkit.measure.samples import tensors_in
 
 __all__ = ["Crew", "Pending"]
 
 _HELD = 3  # batches in the hands of the training loop: the one computed, the one before it, the one on its way
-_OPEN_END = 1 << 30  # bytes reserved for a slot whose size nobody knows; only what is touched takes memory
+_OPEN_END = (1 << 30, 1 << 27, 1 << 24)  # reserved for a slot whose size nobody knows; what is not touched is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class Pending:
 class Crew:
     """Makes batches in the slots of a ring and hands them out.
 
-    ``choice`` says who makes them, ``batch_size`` how large they are at most. ``places`` is whether a batch whose size
-    is not known beforehand is worth a slot: not if ``collate`` makes its own memory and it need not be page-locked.
+    ``choice`` says who makes them, ``batch_size`` how large they are at most, ``steps`` how many there are in an epoch.
+    ``places`` is whether a batch whose size is not known beforehand is worth a slot: not if ``collate`` makes its own
+    memory and it need not be page-locked.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Crew:
         choice: WorkerChoice,
         *,
         batch_size: int,
+        steps: int,
         prefetch_factor: int,
         pin_memory: bool,
         places: bool,
@@ -54,7 +57,8 @@ class Crew:
         self.process = os.getpid()
         self.iteration: object | None = None  # whose batches are being made
         self.choice = choice
-        self.depth = 1 if choice.kind == "inline" else max(prefetch_factor * choice.workers, 2)
+        wanted = 1 if choice.kind == "inline" else max(prefetch_factor * choice.workers, 2)
+        self.depth = max(min(wanted, steps), 1)
         self._pin = pin_memory
         self._places = places
         self._ahead = ahead
@@ -63,8 +67,7 @@ class Crew:
         size = builder.slot_bytes(batch_size)
         self._workers: InlineWorker | ThreadWorkers | ProcessWorkers
         if choice.kind == "processes":
-            slot_bytes = (_OPEN_END if size is None else size) + 8 * batch_size
-            shared = SharedMemory(Ring.shared_bytes(self.depth + _HELD, slot_bytes))
+            slot_bytes, shared = _shared(self.depth + _HELD, size, 8 * batch_size)
             self._ring = Ring(self.depth + _HELD, slot_bytes, shared=shared)
             if size is not None:
                 self._ring.touch()
@@ -108,7 +111,8 @@ class Crew:
             raise
         if slot is None or self._ring is None:
             if self._ring is None and self._places:
-                self._make_ring(2 * max(wanted, _bytes_of(tree)))
+                size = max(wanted, _bytes_of(tree))
+                self._make_ring(2 * size, size)  # others may be larger
             return tree
         if self._pin and isinstance(self._workers, ProcessWorkers):
             self._ring.page_lock(min(2 * wanted, self._ring.slot_bytes))
@@ -136,11 +140,25 @@ class Crew:
     def _on_the_side(self, slot: int | None) -> bool:
         return slot is None and isinstance(self._workers, ProcessWorkers)
 
-    def _make_ring(self, slot_bytes: int) -> None:
+    def _make_ring(self, slot_bytes: int, touched: int | None = None) -> None:
         assert not isinstance(self._workers, ProcessWorkers)
         self._ring = Ring(self.depth + _HELD, slot_bytes, pinned=self._pin)
-        self._ring.touch()
+        self._ring.touch(touched)
         self._workers.ring = self._ring
+
+
+def _shared(slots: int, size: int | None, more: int) -> tuple[int, SharedMemory]:
+    """Shared memory for so many slots, and the bytes of a slot: ``size`` and ``more``, or as many as there may be."""
+    sizes = _OPEN_END if size is None else (size,)
+    for slot_bytes in (each + more for each in sizes):
+        try:
+            return slot_bytes, SharedMemory(Ring.shared_bytes(slots, slot_bytes))
+        except OSError as error:  # a limit of the process on address space or file size
+            failed = error
+    raise LoaderError(
+        f"The {slots} buffers of {sizes[-1] / 2**20:.0f} MiB that the worker processes share cannot be had: {failed}. "
+        f"Raise the limit of this process (ulimit -v, ulimit -f), or take fewer workers, or workers='threads'."
+    ) from failed
 
 
 def _bytes_of(batch: Any) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_speedkit.data.loading.worker_choice import cpu_count
 from lightning_speedkit.data.settings.loader_trials import bytes_of
 from lightning_speedkit.measure.samples import count_samples
 
@@ -18,16 +19,18 @@ __all__ = ["Bound", "LoaderPass", "LoaderSpeed", "first_pass_bound", "measure_lo
 
 _SHARE_OF_COPY = 0.5  # above it, copying is what takes the time
 _SLOWED = 0.7  # of the rate without it: what lies between takes the time
+_MOST = 0.5  # of the first pass: what takes it is what there is to say
 _DISK = 2.0  # times its speed, or a part of it, are still the disk's: the probe and the loader read differently
 _SHARE_OF_MEMORY = 0.8
+_MOST_WORKERS = 16  # that a RingLoader takes by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPass:
     """What came out of a loader in how many seconds. ``bytes`` are those of the tensors and byte strings handed out.
 
-    ``seconds_start`` passed before the first batch, which in a first pass of several batches counts with neither its
-    samples nor its time: workers start then.
+    The time begins before the iterator is made. ``seconds_start`` of it passed before the first batch: workers start
+    then, and make batches ahead.
     """
 
     batches: int
@@ -49,10 +52,14 @@ class LoaderPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSpeed:
-    """``first`` is the first pass, or its part that fitted in the time; ``warm`` the fastest of the same batches."""
+    """``first`` is the first pass, or its part that fitted in the time; ``warm`` the fastest of the same batches.
+
+    ``ahead`` is how many batches the loader makes at most before they are asked for: as few say nothing of its speed.
+    """
 
     first: LoaderPass
     warm: LoaderPass
+    ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,8 @@ class Bound:
 
 
 def measure_loader(loader: Iterable[Any], *, seconds: float = 3.0) -> LoaderSpeed:
-    """Go through a loader once, for at most ``seconds``, and then through the same batches again and again, as long.
+    """Go through a loader once, for at most ``seconds`` from the first batch on, and then through the same batches
+    again and again, as long.
 
     Of the later passes the fastest counts: what other programs took away is not the loader's. A loader with
     ``set_epoch`` begins each pass in epoch 0, so that its order is the same one.
@@ -75,7 +83,7 @@ def measure_loader(loader: Iterable[Any], *, seconds: float = 3.0) -> LoaderSpee
     >>> import torch
     >>> speed = measure_loader([torch.zeros(8, 3), torch.zeros(4, 3)], seconds=0.01)
     >>> speed.first.samples, speed.first.bytes
-    (4, 48)
+    (12, 144)
     """
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be above 0 and finite, got {seconds!r}.")
@@ -88,7 +96,7 @@ def measure_loader(loader: Iterable[Any], *, seconds: float = 3.0) -> LoaderSpee
         again = _pass(loader, first.batches, seconds)
         if again is not None and (warm is None or again.samples_per_second > warm.samples_per_second):
             warm = again
-    return LoaderSpeed(first=first, warm=warm)
+    return LoaderSpeed(first=first, warm=warm, ahead=_ahead(loader))
 
 
 def what_bounds(
@@ -96,6 +104,7 @@ def what_bounds(
     *,
     copy_bytes_per_second: float,
     plain: LoaderPass | None = None,
+    decoded: LoaderPass | None = None,
     work: str = "",
     python: bool = True,
     store_bytes: int = 0,
@@ -107,7 +116,8 @@ def what_bounds(
         warm: The loader with all it does.
         copy_bytes_per_second: What one core can copy, see :func:`~lightning_speedkit.measure.memory_copy`.
         plain: The same store without decoding and transform, if there are any.
-        work: What ``plain`` is without: ``"decoding"`` or ``"transform"``.
+        decoded: With decoding and without the transform, if there are both: what takes more of the time is named.
+        work: What ``plain`` is without, if that is one of them: ``"decoding"`` or ``"transform"``.
         python: Whether samples pass through Python one by one, which those of one size and type do not.
         store_bytes: Size of the store.
         memory_bytes: Memory of the machine; 0 where it is not known.
@@ -123,6 +133,9 @@ def what_bounds(
             "(stage_to_local), or store less per sample.",
         )
     if plain is not None and warm.samples_per_second < _SLOWED * plain.samples_per_second:
+        if decoded is not None:
+            decoding = _sample_seconds(decoded) - _sample_seconds(plain)
+            work = "decoding" if decoding >= _sample_seconds(warm) - _sample_seconds(decoded) else "transform"
         if work == "decoding":
             return Bound(
                 "decoding on the CPU",
@@ -152,12 +165,20 @@ def what_bounds(
 def first_pass_bound(speed: LoaderSpeed, *, disk_bytes_per_second: float | None) -> str:
     """What bounds the first epoch, in a few words.
 
-    >>> one = LoaderPass(batches=1, samples=10, bytes=1000, seconds=1.0)
-    >>> first_pass_bound(LoaderSpeed(first=one, warm=one), disk_bytes_per_second=None)
+    >>> one = LoaderPass(batches=9, samples=10, bytes=1000, seconds=1.0)
+    >>> first_pass_bound(LoaderSpeed(first=one, warm=one, ahead=4), disk_bytes_per_second=None)
     'as fast as the later ones'
+    >>> first_pass_bound(LoaderSpeed(first=one, warm=one, ahead=16), disk_bytes_per_second=None)
+    'too few batches to tell'
     """
+    if speed.first.batches <= speed.ahead:
+        return "too few batches to tell"
+    if _SLOWED * speed.first.samples_per_second > speed.warm.samples_per_second:
+        return "faster than the later ones, which other programs may have slowed: measure again"
     if speed.first.samples_per_second >= _SLOWED * speed.warm.samples_per_second:
         return "as fast as the later ones"
+    if speed.first.seconds_start > _MOST * speed.first.seconds:
+        return f"slower than the later ones: {_told(speed.first.seconds_start)} s until the first batch, to start"
     if disk_bytes_per_second is None:
         return "slower than the later ones: reading from the disk, and the checksum of each block"
     if disk_bytes_per_second / _DISK <= speed.first.bytes_per_second <= _DISK * disk_bytes_per_second:
@@ -166,30 +187,37 @@ def first_pass_bound(speed: LoaderSpeed, *, disk_bytes_per_second: float | None)
 
 
 def _pass(loader: Iterable[Any], batches: int | None, seconds: float) -> LoaderPass | None:
-    """One pass of so many batches; or the first one: for that time, and without its start."""
+    """One pass of so many batches; or the first one, for that time and that of its start."""
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(0)
     count = samples = size = 0
-    begin = start = time.perf_counter()
-    seconds_start, left_out = 0.0, (0, 0)
+    begin = time.perf_counter()
+    seconds_start = 0.0
     for batch in loader:
         count += 1
         samples += count_samples(batch)
         size += bytes_of(batch)
         if count == 1:
             seconds_start = time.perf_counter() - begin
-            if batches is None:
-                start, left_out = time.perf_counter(), (samples, size)
-        if count == batches or (batches is None and count > 1 and time.perf_counter() - start >= seconds):
+        if count == batches or (batches is None and time.perf_counter() - begin - seconds_start >= seconds):
             break
     if count == 0:
         return None
-    if count == 1:
-        start, left_out = begin, (0, 0)
-    return LoaderPass(
-        batches=count,
-        samples=samples - left_out[0],
-        bytes=size - left_out[1],
-        seconds=max(time.perf_counter() - start, 1e-9),
-        seconds_start=seconds_start,
-    )
+    elapsed = max(time.perf_counter() - begin, 1e-9)
+    return LoaderPass(batches=count, samples=samples, bytes=size, seconds=elapsed, seconds_start=seconds_start)
+
+
+def _ahead(loader: Any) -> int:
+    """How many batches a loader makes ahead, at most; 1 for one that does not say."""
+    factor, workers = getattr(loader, "prefetch_factor", None), getattr(loader, "num_workers", 0)
+    if factor is None or workers == 0:
+        return 1
+    return max(2, int(factor) * int(min(cpu_count(), _MOST_WORKERS) if workers is None else workers))
+
+
+def _sample_seconds(read: LoaderPass) -> float:
+    return read.seconds / max(1, read.samples)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:,.0f}"

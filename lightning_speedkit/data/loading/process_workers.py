@@ -62,6 +62,8 @@ class ProcessWorkers:
 
     def submit(self, task: BatchTask, slot: int) -> None:
         """Hand a task to the worker that has the fewest."""
+        if not self._workers:
+            raise LoaderError("The workers of this loader were closed.")
         self._tasks[task.number] = task, slot
         self._send(min(self._workers, key=lambda worker: len(worker.numbers)), task.number)
 

@@ -64,9 +64,10 @@ class Ring:
         """The shared memory that a ring of that size needs."""
         return slots * max(-(-slot_bytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
 
-    def touch(self) -> None:
-        """Have the kernel make all pages now, and not in the first epoch."""
-        self._memory[:: mmap.PAGESIZE] = 0
+    def touch(self, slot_bytes: int | None = None) -> None:
+        """Have the kernel make the pages now, and not in the first epoch: all, or the first bytes of each slot."""
+        for slot in range(self.slots):
+            self.memory(slot)[:slot_bytes][:: mmap.PAGESIZE] = 0
 
     def page_lock(self, slot_bytes: int) -> None:
         """Let the CUDA device read the first bytes of each slot by itself; a driver that refuses makes it slower only.

@@ -12,7 +12,7 @@ __all__ = ["choose_shuffle"]
 
 _logger = logging.getLogger(__name__)
 _SHARE_OF_RAM = 0.5  # a store above it is read in block order
-_WINDOW_SHARE = 1 / 16  # of the memory, for a window of blocks
+_WINDOW_BYTES = 1 << 30  # of a window of blocks; a constant, since hosts of unlike memory must agree on the order
 _LARGEST_PERMUTATION = 1 << 24
 
 
@@ -40,5 +40,5 @@ def choose_shuffle(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[s
     if shuffle != "blocks":
         return (shuffle or "none"), fits, {}
     firsts = dataset.block_firsts()
-    window = int(_WINDOW_SHARE * memory * len(firsts) / size) if memory else 64
+    window = _WINDOW_BYTES * len(firsts) // size
     return shuffle, fits, {"block_firsts": firsts, "window_blocks": max(window, 1)}

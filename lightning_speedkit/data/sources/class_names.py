@@ -2,7 +2,7 @@
 
 ``train.lmdb`` has them in ``train.classes.json``, with the fingerprint of the store that they belong to, so that the
 names of a store that has been replaced meanwhile are not taken for those of the new one. The class with the number
-``i`` of a sample is the name at ``i``.
+``i`` of a sample is the name at ``i``. Where a store is copied by other means than staging, the file has to go along.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_speedkit.data.store.lmdb_format import open_for_reading, read_seal
 from lightning_speedkit.errors import SourceError
 
-__all__ = ["classes_path", "read_classes", "write_classes"]
+__all__ = ["classes_path", "holds_class_names", "read_classes", "write_classes"]
 
 
 def classes_path(store: str | os.PathLike[str]) -> Path:
@@ -38,8 +38,7 @@ def read_classes(store: str | os.PathLike[str]) -> tuple[str, ...] | None:
     path = classes_path(store)
     fingerprint = _fingerprint(Path(store))
     try:
-        content = json.loads(path.read_bytes())
-        classes, written_for = tuple(map(str, content["classes"])), content["fingerprint"]
+        classes, written_for = _parsed(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -50,6 +49,19 @@ def read_classes(store: str | os.PathLike[str]) -> tuple[str, ...] | None:
             f"again."
         )
     return classes
+
+
+def holds_class_names(content: bytes) -> bool:
+    """Whether these are the bytes of such a file, of whatever store.
+
+    >>> holds_class_names(b'{"fingerprint": "00", "classes": ["cat"]}'), holds_class_names(b"<html>No such page</html>")
+    (True, False)
+    """
+    try:
+        _parsed(content)
+    except (ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def write_classes(store: str | os.PathLike[str], classes: Sequence[str]) -> None:
@@ -68,6 +80,12 @@ def write_classes(store: str | os.PathLike[str], classes: Sequence[str]) -> None
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _parsed(content: bytes) -> tuple[tuple[str, ...], object]:
+    """The names, and the fingerprint of the store that they were written for."""
+    told = json.loads(content)
+    return tuple(map(str, told["classes"])), told["fingerprint"]
 
 
 def _fingerprint(store: Path) -> str:

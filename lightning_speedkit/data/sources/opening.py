@@ -17,6 +17,7 @@ from lightning_speedkit.data.sources.packed_store import PackedStore
 from lightning_speedkit.data.sources.parquet_table import ParquetTable
 from lightning_speedkit.data.sources.python_function import PythonFunction
 from lightning_speedkit.data.sources.source import Source
+from lightning_speedkit.data.sources.split_choice import SPLIT_NAMES
 from lightning_speedkit.data.sources.tfrecord_files import TFRecordFiles
 from lightning_speedkit.data.sources.webdataset_shards import WebDatasetShards
 from lightning_speedkit.errors import SourceError
@@ -25,8 +26,6 @@ __all__ = ["classes_of", "find_splits", "open_source"]
 
 _WITH_COLUMNS = ("npz", "csv", "parquet", "webdataset", "tfrecord")
 _WITH_CHECK = ("image-folder", "webdataset")
-_SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
-           "predict": "predict"}  # fmt: skip
 
 
 def open_source(
@@ -96,17 +95,17 @@ def find_splits(path: str | os.PathLike[str]) -> dict[str, Path]:
     if not os.path.isdir(folder):  # noqa: PTH112
         return {}
     names = class_folders(folder)
-    if not names or any(name.lower() not in _SPLITS for name in names):
+    if not names or any(name.lower() not in SPLIT_NAMES for name in names):
         return {}
     if any(_is_class(folder / name) for name in names):
         return {}
     splits: dict[str, Path] = {}
     for name in names:
-        split = _SPLITS[name.lower()]
+        split = SPLIT_NAMES[name.lower()]
         if split in splits:
             raise SourceError(f"{folder} has two folders for the split {split}: {splits[split].name} and {name}.")
         splits[split] = folder / name
-    return dict(sorted(splits.items(), key=lambda pair: list(_SPLITS.values()).index(pair[0])))
+    return dict(sorted(splits.items(), key=lambda pair: list(SPLIT_NAMES.values()).index(pair[0])))
 
 
 def classes_of(splits: dict[str, Path]) -> tuple[str, ...]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from lightning_speedkit.errors import SourceError
 
-__all__ = ["check_fractions", "parse_fractions", "split_of_each", "split_sizes"]
+__all__ = ["SPLIT_NAMES", "check_fractions", "parse_fractions", "split_of_each", "split_sizes", "splits_not_served"]
+
+SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
+               "predict": "predict"}  # fmt: skip
+"""The split that each name of a folder stands for: the values are what ``LMDBDataModule`` serves."""
 
 _DEFAULT_NAMES = {2: ("train", "val"), 3: ("train", "val", "test")}
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -51,6 +56,26 @@ def check_fractions(fractions: Mapping[str, float]) -> None:
         raise ValueError(
             f"the fractions of a split are above 0 and their sum is 1; got {shown} with the sum {total:g}."
         )
+
+
+def splits_not_served(names: Iterable[str]) -> str:
+    """What to say of the names that ``LMDBDataModule`` does not serve; nothing if it serves all of them.
+
+    >>> splits_not_served(["trian", "val"])
+    "LMDBDataModule serves train, val, test and predict, and not 'trian'. Did you mean 'train'?"
+    """
+    served = list(dict.fromkeys(SPLIT_NAMES.values()))
+    others = [name for name in names if name not in served]
+    if not others:
+        return ""
+    near = dict.fromkeys(SPLIT_NAMES[found] for name in others for found in _near(name))
+    hint = f" Did you mean {' and '.join(map(repr, near))}?" if near else ""
+    last = served.pop()
+    return f"LMDBDataModule serves {', '.join(served)} and {last}, and not {', '.join(map(repr, others))}.{hint}"
+
+
+def _near(name: str) -> list[str]:
+    return difflib.get_close_matches(name.lower(), SPLIT_NAMES, n=1, cutoff=0.6)
 
 
 def split_sizes(fractions: Mapping[str, float], count: int) -> dict[str, int]:

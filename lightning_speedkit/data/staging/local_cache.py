@@ -57,11 +57,13 @@ def stage_to_local(
 
     Args:
         source: a file, a folder of stores (its ``*.lmdb`` files are copied), or an address for fsspec: ``s3://``,
-            ``gs://``, ``https://`` ... A folder cannot be staged over http.
+            ``gs://``, ``https://`` ... A folder cannot be staged over http. The names of the classes of a store, if it
+            has any beside it (``train.classes.json`` of ``train.lmdb``), are copied with it.
         folder: where to; by default the folder in the environment variable ``SPEEDKIT_CACHE``, or else the first local
             disk with enough space among those of the batch job (``SLURM_TMPDIR``, ``TMPDIR`` ...) and of the node
             (``/local*``, ``/scratch*``, ``/tmp`` ..., the user's cache folder).
-        max_bytes: how much all copies in that folder may take together; by default what is free.
+        max_bytes: how many bytes all copies in that folder may take together, such as ``10 * 10**9``; by default what
+            is free.
         storage_options: for fsspec, such as credentials.
         recheck: read an older copy as a whole and compare its checksum, instead of size and time of its files alone.
         progress: show a progress bar on the standard error stream, also while another process copies.
@@ -74,8 +76,7 @@ def stage_to_local(
     Example::
 
         >>> import tempfile
-        >>> from lightning_speedkit.data import LMDBDataset, write_lmdb
-        >>> from lightning_speedkit.data.staging.local_cache import stage_to_local
+        >>> from lightning_speedkit.data import LMDBDataset, stage_to_local, write_lmdb
         >>> far, near = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
         >>> path = write_lmdb([(i, i * i) for i in range(4)], f"{far.name}/train.lmdb")
         >>> copy = stage_to_local(path, folder=near.name)
@@ -84,9 +85,9 @@ def stage_to_local(
     """
     address = address_of(source)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
-        raise TypeError(f"max_bytes must be an int or None, got {max_bytes!r}.")
+        raise TypeError(f"max_bytes must be an int or None, got {max_bytes!r}; give it in bytes, such as 10 * 10**9.")
     if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}.")
+        raise ValueError(f"max_bytes must be at least 1 byte, got {max_bytes}.")
     if not is_address(address):
         real = os.path.realpath(address)
         if _is_near(real) if folder is None else Path(os.path.realpath(folder)) in Path(real).parents:

@@ -1,21 +1,28 @@
 """What lies behind an address such as ``s3://bucket/train.lmdb``: opened by fsspec and the library that it names.
 
-A server that sends parts of a file is read by several requests at once, any other from the beginning on.
+A server that sends parts of a file is read by several requests at once, any other from the beginning on. The names of
+the classes of a store are read at once: they are small, and so their content is their version.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_speedkit.data.sources.class_names import classes_path, holds_class_names
 from lightning_speedkit.data.staging.staging_source import Source, SourceFile, check_source, name_of, without_query
 from lightning_speedkit.errors import MissingExtraError, StagingError
 
 __all__ = ["find_remote"]
 
 _STREAM_BYTES = 1 << 22
+_NAMES_BYTES = 1 << 26  # more is no list of names, whatever a web server sends for their address
+_TRY_AGAIN = (408, 425, 429)  # answers of a server that say nothing of what it has
+_NOT_FOUND = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_NOT_UNDERSTOOD = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 _VERSION_KEYS = (  # as the file systems of fsspec name what changes with the content
     *("ETag", "etag", "e_tag", "Content-MD5", "content_md5", "Digest", "md5Hash", "md5", "crc32c", "CRC", "checksum"),
     *("generation", "VersionId", "version_id", "Last-Modified", "LastModified", "last_modified", "modified", "mtime"),
@@ -24,7 +31,7 @@ _VERSION_KEYS = (  # as the file systems of fsspec name what changes with the co
 
 
 def find_remote(address: str, storage_options: Mapping[str, Any]) -> Source:
-    """Look at what is there now; nothing is read but one byte of each file, to see whether the server sends parts.
+    """Look at what is there now: one byte of each file, to see whether the server sends parts, and the class names.
 
     Raises:
         ConnectionError: it cannot be reached, so that nothing is known about it.
@@ -34,25 +41,25 @@ def find_remote(address: str, storage_options: Mapping[str, Any]) -> Source:
     """
     shown = _without_secrets(address)
     system, path = _open_system(address, shown, dict(storage_options))
-    http = _is_http(system)
+    http, looked_at = _is_http(system), shown
     try:
         system.invalidate_cache()  # what it has listed before may be of an older version
         info = system.info(path)
         folder = info.get("type") == "directory"
-        infos = [info]
+        stores, listed = [(path, name_of(address), info)], None
         if folder:
-            infos = [one for one in system.ls(path, detail=True) if str(one["name"]).endswith(".lmdb")]
-            infos.sort(key=lambda one: str(one["name"]))
-        names = [name_of(str(one["name"])) for one in infos] if folder else [name_of(address)]
-        paths = [one["name"] for one in infos] if folder else [path]
-        files = tuple(
-            _remote_file(system, where, one, name, http) for where, one, name in zip(paths, infos, names, strict=True)
-        )
+            found = {str(one["name"]): one for one in system.ls(path, detail=True)}
+            listed = {name_of(name) for name in found}
+            stores = [(name, name_of(name), one) for name, one in sorted(found.items()) if name.endswith(".lmdb")]
+        files = [_remote_file(system, where, one, name, http) for where, name, one in stores]
+        looked_at = f"The file with the names of the classes of {shown}"
+        names = [_class_names(system, where, name, http, listed) for where, name, _ in stores]
+        files += [file for file in names if file is not None]
     except StagingError:
         raise
     except Exception as error:  # each library that fsspec uses has errors of its own
-        raise _told(error, shown, http) from error
-    return check_source(Source(address, shown, folder, files))
+        raise _told(error, looked_at, http) from error
+    return check_source(Source(address, shown, folder, tuple(files)))
 
 
 def _open_system(address: str, shown: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -106,6 +113,47 @@ def _remote_file(system: Any, path: str, info: Mapping[str, Any], name: str, htt
     return SourceFile(name, size, version, read if ranged else None, stream, readers)
 
 
+def _class_names(system: Any, store: str, name: str, http: bool, listed: set[str] | None) -> SourceFile | None:
+    """The file with the names of the classes of a store, if it has one: in a folder the list of its files tells."""
+    place, query = re.fullmatch(r"(?s)([^?#]*)(.*)", store).groups() if http else (store, "")  # type: ignore[union-attr]
+    if not place.endswith(".lmdb"):
+        return None
+    name = classes_path(name).name
+    if listed is not None and name not in listed:
+        return None
+    folder, slash, last = place.rpartition("/")
+    path = f"{folder}{slash}{classes_path(last)}{query}"
+    try:
+        content = _names_from_web(system, path) if http else bytes(system.cat_file(path))
+    except Exception as error:  # each library that fsspec uses has errors of its own
+        if isinstance(error, FileNotFoundError) if listed is not None else _is_absent(error, http):
+            return None
+        raise
+    if content is None:
+        return None
+    version = {"sha256": hashlib.sha256(content).hexdigest()}
+    return SourceFile(name, len(content), version, lambda at, size: content[at : at + size], lambda: iter([content]), 1)
+
+
+def _names_from_web(system: Any, path: str) -> bytes | None:
+    """In one request; ``None`` for anything else than names: some servers send a page, or a file, for any address."""
+    with system.open(path, "rb", block_size=0, size=1) as opened:  # with a size it does not ask for that first
+        content = bytes(opened.read(_STREAM_BYTES))
+        if not content.lstrip().startswith(b"{"):
+            return None
+        while len(content) <= _NAMES_BYTES and (data := opened.read(_STREAM_BYTES)):
+            content += data
+    return content if len(content) <= _NAMES_BYTES and holds_class_names(content) else None
+
+
+def _is_absent(error: Exception, http: bool) -> bool:
+    """Whether there are no names, or none for us, rather than no connection: the store itself was found just now."""
+    status, _ = _status(error, http)
+    if status is not None:
+        return 400 <= status < 500 and status not in _TRY_AGAIN
+    return isinstance(error, _NOT_FOUND + _NOT_UNDERSTOOD)
+
+
 def _reads_parts(system: Any, path: str, size: int) -> bool:
     """Ask for the second byte alone: a web server without ranges would send the whole file for every part of it."""
     if size < 2:
@@ -120,18 +168,26 @@ def _reads_parts(system: Any, path: str, size: int) -> bool:
 
 def _told(error: Exception, shown: str, http: bool) -> OSError:
     """``StagingError`` for what is certainly not there or forbidden, ``ConnectionError`` if nothing is known."""
-    status, last, cause = None, error, error.__cause__
-    while http and status is None:  # fsspec says "not found" whatever a web server answered, and why is below
-        status = getattr(last, "status", None)
-        if status is not None or not isinstance(cause, Exception):
-            break
-        last, cause = cause, cause.__cause__
+    status, last = _status(error, http)
     if status in (404, 410) or (last is error and isinstance(error, FileNotFoundError)):
         return StagingError(f"There is nothing at {shown} to be staged.")
     if status in (401, 403) or isinstance(error, PermissionError):
         return StagingError(f"{shown} may not be read ({status or error}); give credentials in storage_options.")
     why = f"the server answers {status}" if status else f"{type(last).__name__}: {last}".rstrip(": ")
     return ConnectionError(f"{shown} cannot be reached: {why}")
+
+
+def _status(error: Exception, http: bool) -> tuple[int | None, Exception]:
+    """What a web server answered, and the error that tells it: fsspec says "not found" whatever it was."""
+    last, cause = error, error.__cause__
+    while http:
+        status = getattr(last, "status", None)
+        if status is not None:
+            return int(status), last
+        if not isinstance(cause, Exception):
+            break
+        last, cause = cause, cause.__cause__
+    return None, last
 
 
 def _is_http(system: Any) -> bool:

@@ -35,7 +35,7 @@ def copy_file(
     there already. A server that sends whole files only is read from the beginning.
 
     Raises:
-        ConnectionError: the source could not be read, also not in several attempts.
+        ConnectionError: the source could not be read, not even in several attempts.
         OSError: the target could not be written.
     """
     there = target.stat().st_size if target.exists() else 0
@@ -62,7 +62,7 @@ def copy_file(
     if source.size is not None and position != source.size:
         state.copied, state.crc32 = 0, 0
         save()
-        raise ConnectionError(f"{source.name} has {source.size} bytes, but {position} were sent")
+        raise ConnectionError(f"{source.name} has {source.size:,} bytes, but {position:,} were sent")
     state.size, state.copied, state.crc32 = position, position, crc
     state.mtime_ns = target.stat().st_mtime_ns
     save()

@@ -29,6 +29,7 @@ from lightning_speedkit.data.staging.staged_entries import (
     make_room,
     read_record,
     remove_entry,
+    shown_bytes,
     write_record,
 )
 from lightning_speedkit.data.staging.staging_folder import make_folder
@@ -223,13 +224,13 @@ def _failed(error: OSError, part: Path, source: Source) -> StagingError:
         return StagingError(f"{source.shown}: {error}. What was copied is kept; another call goes on from there.")
     if error.errno not in _FULL:
         return StagingError(f"{part} could not be written ({error}). What was copied is kept; another call goes on.")
-    needed = "" if source.bytes is None else f" {source.bytes} bytes are needed,"
+    needed = "" if source.bytes is None else f" {shown_bytes(source.bytes)} are needed,"
     copied = copied_bytes([part], source)
     remove_entry(part, force=True)  # a full disk is worse than a lost copy
     space = os.statvfs(part.parent)
     return StagingError(
-        f"{part.parent} is full:{needed} {copied} were written, and were removed again; "
-        f"{space.f_bavail * space.f_frsize} are free now. Free some space, or stage to another folder."
+        f"{part.parent} is full:{needed} {shown_bytes(copied)} were written, and were removed again; "
+        f"{shown_bytes(space.f_bavail * space.f_frsize)} are free now. Free some space, or stage to another folder."
     )
 
 

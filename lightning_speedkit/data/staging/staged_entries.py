@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_speedkit.errors import StagingError
 
 __all__ = ["CopiedFile", "Entry", "Record", "bytes_on_disk", "entries_in", "lock_entry", "make_room", "read_record",
-           "remove_entry", "write_record"]  # fmt: skip
+           "remove_entry", "shown_bytes", "write_record"]  # fmt: skip
 
 _RECORD, _IN_USE = ".staged.json", ".in-use"
 _NAME = re.compile(r"[^/]+-[0-9a-f]{16}(\.part|\.gone)?")
@@ -179,7 +179,7 @@ def make_room(root: Path, keep: Path, *, whole_bytes: int, new_bytes: int, max_b
     ``new_bytes`` are still to come.
 
     Raises:
-        StagingError: it does not fit, also without all copies that no process uses.
+        StagingError: it does not fit, even without all copies that no process uses.
     """
     for gone in [entry for entry in entries_in(root) if entry.folder.name.endswith(".gone")]:
         remove_entry(gone.folder)  # of a process that was killed while it removed
@@ -194,15 +194,26 @@ def make_room(root: Path, keep: Path, *, whole_bytes: int, new_bytes: int, max_b
         removed = [remove_entry(entry.folder) for entry in _longest_unused(idle, space, share)]
         if not any(removed):
             break
-    needed, limit = new_bytes + _SPARE_BYTES, f"{_free_bytes(root)} are free"
-    limit += f", of which other copies under way still need {awaited}" if awaited else ""
+    needed, limit = new_bytes + _SPARE_BYTES, f"{shown_bytes(_free_bytes(root))} are free"
+    limit += f", of which other copies under way still need {shown_bytes(awaited)}" if awaited else ""
     if share > 0:
-        needed, limit = whole_bytes, f"max_bytes={max_bytes} allows {max(0, whole_bytes - share)}"
+        needed, limit = whole_bytes, f"max_bytes={max_bytes} allows {shown_bytes(max(0, whole_bytes - share))}"
     busy = ", ".join(entry.folder.name for entry in others if entry not in idle)
     raise StagingError(
-        f"{root} lacks the space: {needed} bytes are needed, {limit}, also if all copies that no process uses were "
-        f"removed.{f' In use: {busy}.' if busy else ''} Free some space, or stage to another folder."
+        f"{root} lacks the space: {shown_bytes(needed)} are needed, {limit}, even if all copies that no process "
+        f"uses were removed.{f' In use: {busy}.' if busy else ''} Free some space, or stage to another folder."
     )
+
+
+def shown_bytes(size: int) -> str:
+    """A size as an error tells it.
+
+    >>> shown_bytes(999), shown_bytes(880_928), shown_bytes(12_345_678_901)
+    ('999 bytes', '880,928 bytes (0.88 MB)', '12,345,678,901 bytes (12.35 GB)')
+    """
+    if size < 10_000:
+        return f"{size:,} bytes"
+    return f"{size:,} bytes ({size / 1e9:,.2f} GB)" if size >= 10**9 else f"{size:,} bytes ({size / 1e6:,.2f} MB)"
 
 
 def _longest_unused(idle: list[Entry], space: int, share: int) -> list[Entry]:

@@ -1,11 +1,13 @@
 """What is staged: the files behind a path, what tells their versions apart, and how their bytes are read.
 
-A folder stands for the stores (``*.lmdb``) in it. What lies behind an address such as ``s3://bucket/train.lmdb`` is
+A folder stands for the stores (``*.lmdb``) in it. The names of the classes of a store, which lie beside it in a small
+file, go with it. What lies behind an address such as ``s3://bucket/train.lmdb`` is
 found by :mod:`lightning_speedkit.data.staging.remote_source`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_speedkit.data.sources.class_names import classes_path
 from lightning_speedkit.errors import StagingError
 
 __all__ = ["Source", "SourceFile", "address_of", "check_source", "find_local", "is_address", "name_of", "source_id",
@@ -46,7 +49,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """All files behind what the user named. ``shown`` is its address without what may be secret in it."""
+    """All files behind what the user named: stores, or one file, and after them the names of their classes.
+
+    ``shown`` is the address without what may be secret in it.
+    """
 
     address: str
     shown: str
@@ -128,7 +134,8 @@ def find_local(path: str) -> Source:
         paths = [Path(path)]
         if folder:
             paths = sorted(p for p in Path(path).glob("*.lmdb") if p.is_file() and not p.name.startswith("."))
-        files = tuple(_local_file(one) for one in paths)
+        files = [_local_file(one) for one in paths]
+        files += [names for names in map(_class_names, paths) if names is not None]
     except (FileNotFoundError, NotADirectoryError):
         raise StagingError(f"There is nothing at {path} to be staged.") from None
     except PermissionError as error:
@@ -137,7 +144,7 @@ def find_local(path: str) -> Source:
         raise
     except OSError as error:
         raise ConnectionError(f"{path} cannot be reached: {error.strerror or error}") from error
-    return check_source(Source(path, path, folder, files))
+    return check_source(Source(path, path, folder, tuple(files)))
 
 
 def check_source(source: Source) -> Source:
@@ -148,6 +155,19 @@ def check_source(source: Source) -> Source:
         if not file.name or file.name.startswith(".") or "/" in file.name or "\0" in file.name:
             raise StagingError(f"{source.shown} does not end in the name of a file (got {file.name!r}).")
     return source
+
+
+def _class_names(store: Path) -> SourceFile | None:
+    """The file with the names of the classes of a store, if it has one."""
+    names = classes_path(store)
+    try:
+        return _local_file(names) if stat.S_ISREG(names.stat().st_mode) else None
+    except PermissionError as error:
+        raise StagingError(f"{names} may not be read by this user ({error}).") from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise
 
 
 def _local_file(path: Path) -> SourceFile:

@@ -197,6 +197,8 @@ def _by_leaf(schema: Schema, fields: Mapping[str | int, ImageField], path: Path)
     places = {place: (number, leaf) for number, (place, leaf) in enumerate(schema.leaves())}
     found = {}
     for key, field in fields.items():
+        if not all(hasattr(field, name) for name in ("shape", "random", "decode_into")):
+            raise TypeError(f"fields[{key!r}] must be an ImageField, such as ImageField(224), got {field!r}.")
         place = key if key in places else f"[{key!r}]"
         if place not in places:
             near = ", ".join(place or "''" for place, (_, leaf) in places.items() if leaf.kind == "bytes")

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_speedkit.data import LMDBDataset, RingLoader, collate_samples, write_lmdb
+from lightning_speedkit.data.loading import shuffle_choice
 from lightning_speedkit.errors import LoaderError, StoreCorruptError
 from tests.data.child import ROOT, run_child
 
@@ -168,7 +171,7 @@ def test_the_state_counts_what_was_given_out_and_not_what_is_ready(make: Any) ->
 
 
 def test_a_state_of_another_order_is_refused(make: Any) -> None:
-    state = make(batch_size=8, shuffle=True, seed=1).state_dict()
+    state = {**make(batch_size=8, shuffle=True, seed=1).state_dict(), "position": 8}
     with pytest.raises(ValueError, match="seed=1, this one has 2"):
         make(batch_size=8, shuffle=True, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="shuffle='full', this one has 'none'"):
@@ -436,6 +439,7 @@ def test_torchs_number_of_threads_is_left_alone(make: Any) -> None:
         ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
         ({"shuffle": "block"}, ValueError, "shuffle must be False, True, 'full' or 'blocks', got 'block'"),
         ({"shuffle": 1}, ValueError, "shuffle must be"),
+        ({"start_method": "spwan"}, ValueError, "start_method must be one of .*got 'spwan'. Did you mean 'spawn'"),
         ({"collate": 3}, TypeError, "collate must be callable or None, got 3"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),
@@ -458,3 +462,117 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_hosts_of_unlike_memory_take_the_same_order(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = []
+    for memory in (1 << 20, 1 << 22, 1 << 40):
+        hardware = SimpleNamespace(memory_bytes=memory)
+        monkeypatch.setattr(shuffle_choice, "read_hardware", lambda accelerator, found=hardware: found)
+        loader = make(batch_size=8, shuffle="blocks", seed=3)
+        orders.append([loader.order.batch(2, step).tolist() for step in range(7)])
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_state_of_other_blocks_is_refused_within_an_epoch(tmp_path: Path, make: Any) -> None:
+    states = []
+    for size in (4096, 8192):
+        path = write_lmdb((bytes([i]) * 500 for i in range(60)), tmp_path / f"{size}.lmdb", block_bytes=size)
+        loader = make(LMDBDataset(path), batch_size=8, shuffle="blocks", workers="inline")
+        next(iter(loader))
+        states.append(loader.state_dict())
+        loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"loader with blocks=.*this one has"):
+        loader.load_state_dict(states[0])
+
+
+def test_between_epochs_data_and_seed_may_change(make: Any) -> None:
+    first = make(list(range(8)), batch_size=2, shuffle=True, seed=1, workers="inline")
+    list(first)
+    grown = make(list(range(12)), batch_size=2, shuffle=True, seed=2, workers="inline")
+    grown.load_state_dict(first.state_dict())
+    assert (grown.epoch, len(list(grown))) == (1, 6)
+    assert grown.epoch == 2
+
+
+@pytest.mark.parametrize("change", ["load", "set"])
+def test_a_place_that_is_set_within_a_loop_holds(make: Any, change: str) -> None:
+    loader = make(batch_size=8, shuffle=True, workers="inline")
+    for i, _ in enumerate(loader):
+        if i == 1 and change == "load":
+            loader.load_state_dict({**loader.state_dict(), "epoch": 7, "position": 16})
+        elif i == 1:
+            loader.set_epoch(7)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (7, 16 if change == "load" else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_follows_the_samples_that_there_are(make: Any, kind: str) -> None:
+    loader = make(batch_size=10_000_000, workers=kind, prefetch_factor=1000)
+    assert len(next(iter(loader))["name"]) == COUNT
+    ring = loader._crew._ring
+    assert ring.slots <= 4
+    assert ring.slot_bytes < 100_000
+
+
+def doubled(value: Any) -> Any:
+    return value["pair"][0] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transform_that_is_set_later_counts(make: Any, kind: str) -> None:
+    loader = make(batch_size=50, workers=kind)
+    assert next(iter(loader))["pair"][0].tolist() == list(range(COUNT))
+    loader.dataset.transform = doubled
+    assert next(iter(loader)).tolist() == [2 * i for i in range(COUNT)]
+
+
+def test_a_dataset_that_grew_is_an_error(make: Any) -> None:
+    values = [1, 2, 3]
+    loader = make(values, batch_size=2, workers="inline")
+    list(loader)
+    values.append(4)
+    with pytest.raises(LoaderError, match="list has 4 samples now, and had 3"):
+        iter(loader)
+
+
+def test_page_locked_memory_without_cuda_is_said_once_and_left_out(make: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.warns(UserWarning, match="pin_memory=True has no effect without a CUDA device"):
+        loader = make(batch_size=8, workers="threads", pin_memory=True)
+    assert len(list(loader)) == 7
+
+
+def test_a_pickled_loader_does_not_carry_its_order(make: Any) -> None:
+    loader = make(range(200_000), batch_size=8, shuffle=True, workers="inline")
+    next(iter(loader))
+    assert len(pickle.dumps(loader)) < 5000
+    assert next(iter(pickle.loads(pickle.dumps(loader)))).tolist() == next(iter(loader)).tolist()
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"epoch": 1}, {"epoch": -1, "position": 0, "samples": 1, "seed": 0, "shuffle": ""}]
+)
+def test_what_is_no_state_is_refused(make: Any, epoch: int | None) -> None:
+    state = {} if epoch is None else {**make().state_dict(), "epoch": epoch}
+    with pytest.raises(ValueError, match=r"no state of a RingLoader: it lacks|epoch must be at least 0"):
+        make().load_state_dict(state)
+
+
+def _with_little_address_space(path: str, limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    loader = RingLoader(LMDBDataset(path, doubled), batch_size=8, workers="processes", num_workers=2)
+    try:
+        print([int(batch[0]) for batch in loader])
+    except LoaderError as error:
+        print(error)
+
+
+@pytest.mark.parametrize(
+    ("limit", "printed"), [(1 << 31, "[0, 16, 32, 48, 64, 80, 96]"), (1 << 20, "Raise the limit of this process")]
+)
+def test_limits_of_the_process(store: Path, limit: int, printed: str) -> None:
+    child = run_child(_with_little_address_space, str(store), limit, timeout=100)
+    assert printed in child.stdout, child.stdout + child.stderr[-3000:]

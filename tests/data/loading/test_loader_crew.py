@@ -26,6 +26,7 @@ def crew(dataset: Any, kind: str, *, batch_size: int = 2, collate: Any = None, p
         builder_for(dataset, collate),
         WorkerChoice(kind, 1, "a test"),
         batch_size=batch_size,
+        steps=100,
         prefetch_factor=2,
         pin_memory=False,
         places=places,

@@ -59,8 +59,8 @@ def test_first_and_later_passes_are_told_apart(clock: _Clock) -> None:
     speed = measure_loader(loader, seconds=100.0)
     assert speed.first.batches == 10
     assert speed.first.seconds_start == 6.0
-    assert (speed.first.samples, speed.first.bytes) == (36, 9 * 48)  # without the batch that the start brought
-    assert speed.first.samples_per_second == pytest.approx(4.0)
+    assert (speed.first.samples, speed.first.bytes, speed.first.seconds) == (40, 480, 15.0)  # 5 s to start, 10 of 1 s
+    assert speed.first.samples_per_second == pytest.approx(40 / 15)
     assert (speed.warm.samples, speed.warm.bytes) == (40, 480)
     assert speed.warm.samples_per_second == pytest.approx(40.0)
     assert speed.warm.bytes_per_second == pytest.approx(480.0)
@@ -91,6 +91,50 @@ def test_the_fastest_of_the_later_passes_counts(clock: _Clock) -> None:
     assert measure_loader(Unsteady(clock), seconds=30.0).warm.seconds == 1.0
 
 
+def test_batches_made_ahead_are_no_speed(clock: _Clock) -> None:
+    """All of them are ready when the first one is handed out: what they took passed before that."""
+
+    class Ahead(_Loader):
+        num_workers, prefetch_factor = 2, 2
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            self.clock.now += 4.0
+            yield from [torch.zeros(4, 3)] * self.batches
+
+    speed = measure_loader(Ahead(clock, batches=4), seconds=10.0)
+    assert (speed.first.samples_per_second, speed.warm.samples_per_second) == (4.0, 4.0)
+    assert speed.ahead == 4
+    assert first_pass_bound(speed, disk_bytes_per_second=None) == "too few batches to tell"
+    speed = measure_loader(Ahead(clock, batches=5), seconds=10.0)
+    assert first_pass_bound(speed, disk_bytes_per_second=None) == "as fast as the later ones"
+
+
+@pytest.mark.parametrize(
+    ("workers", "factor", "ahead"),
+    [(3, 2, 6), (1, 1, 2), (0, 2, 1), (0, None, 1), (None, 2, 10), (None, 3, 15)],
+)
+def test_how_many_batches_a_loader_makes_ahead(
+    workers: int | None, factor: int | None, ahead: int, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "cpu_count", lambda: 5)
+    loader = _Loader(clock, batches=1)
+    loader.num_workers, loader.prefetch_factor = workers, factor  # type: ignore[attr-defined]
+    assert measure_loader(loader, seconds=1.0).ahead == ahead
+
+
+def test_the_clock_runs_while_the_iterator_is_made(clock: _Clock) -> None:
+    """As torch's DataLoader, which starts its workers and asks for the first batches there."""
+
+    class Early(_Loader):
+        def __iter__(self) -> Iterator[Any]:
+            self.clock.now += 8.0
+            return iter([torch.zeros(4, 3)] * 2)
+
+    speed = measure_loader(Early(clock), seconds=1.0)
+    assert (speed.first.samples, speed.first.seconds, speed.first.seconds_start) == (8, 8.0, 8.0)
+
+
 def test_an_empty_loader_or_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="list has no batch"):
         measure_loader([])
@@ -100,7 +144,7 @@ def test_an_empty_loader_or_no_time_is_refused() -> None:
 
 
 def _read(samples: int, size: int = 1000) -> LoaderPass:
-    return LoaderPass(batches=1, samples=samples, bytes=size, seconds=1.0)
+    return LoaderPass(batches=9, samples=samples, bytes=size, seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +174,9 @@ def test_what_bounds_a_loader_of_100_samples_and_1000_bytes_a_second(arguments: 
     ("first", "disk", "words"),
     [
         (_read(70), 1e9, "as fast as the later ones"),
+        (_read(142), 1e9, "as fast as the later ones"),
+        (_read(143), 1e9, "faster than the later ones, which other programs may have slowed"),
+        (_read(5_000), None, "faster than the later ones"),
         (_read(69), None, "reading from the disk, and the checksum"),
         (_read(69), 1000.0, "as fast as the disk"),
         (_read(69), 501.0, "as fast as the disk"),
@@ -140,6 +187,37 @@ def test_what_bounds_a_loader_of_100_samples_and_1000_bytes_a_second(arguments: 
 )
 def test_what_bounds_the_first_pass(first: LoaderPass, disk: float | None, words: str) -> None:
     assert words in first_pass_bound(LoaderSpeed(first=first, warm=_read(100)), disk_bytes_per_second=disk)
+
+
+@pytest.mark.parametrize("rate", [69, 100, 5_000])
+def test_too_few_batches_say_nothing(rate: int) -> None:
+    speed = LoaderSpeed(first=_read(rate), warm=_read(100), ahead=9)
+    assert first_pass_bound(speed, disk_bytes_per_second=1000.0) == "too few batches to tell"
+    one = LoaderPass(batches=1, samples=rate, bytes=1000, seconds=1.0)
+    speed = LoaderSpeed(first=one, warm=_read(100))
+    assert first_pass_bound(speed, disk_bytes_per_second=1000.0) == "too few batches to tell"
+
+
+@pytest.mark.parametrize(("start", "words"), [(0.51, "0.51 s until the first batch"), (0.5, "as fast as the disk")])
+def test_a_long_start_is_told_apart(start: float, words: str) -> None:
+    first = LoaderPass(batches=9, samples=50, bytes=1000, seconds=1.0, seconds_start=start)
+    assert words in first_pass_bound(LoaderSpeed(first=first, warm=_read(100)), disk_bytes_per_second=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("decoded", "name"),
+    [  # 1 ms a sample without both, 10 ms with both: the rest is divided at 5.5 ms
+        (1000 / 5.6, "decoding on the CPU"),
+        (1000 / 5.4, "the Python transform"),
+        (1000 / 1.1, "the Python transform"),
+        (100.0, "decoding on the CPU"),
+        (120.0, "decoding on the CPU"),
+    ],
+)
+def test_the_larger_share_of_decoding_and_transform_is_named(decoded: float, name: str) -> None:
+    with_fields = LoaderPass(batches=9, samples=10_000, bytes=1, seconds=10_000 / decoded)
+    bound = what_bounds(_read(100), copy_bytes_per_second=1e9, plain=_read(1000), decoded=with_fields)
+    assert bound.name == name
 
 
 def test_nothing_read_is_no_rate() -> None:

@@ -34,16 +34,19 @@ def test_a_store_of_half_the_memory_is_still_shuffled_in_full(
     assert "shuffled in full" in caplog.text
 
 
-def test_a_larger_one_is_shuffled_by_blocks_in_windows_of_a_sixteenth_of_the_memory(
+def test_a_larger_one_is_shuffled_by_blocks_in_windows_of_one_size_on_every_machine(
     dataset: LMDBDataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = dataset.path.stat().st_size
+    monkeypatch.setattr(shuffle_choice, "_WINDOW_BYTES", size // 10)
     memory(monkeypatch, 2 * size - 2)
     with caplog.at_level(logging.INFO, shuffle_choice.__name__):
         kind, fits, extra = choose_shuffle(dataset, True)
     assert (kind, fits) == ("blocks", False)
     assert extra["block_firsts"].tolist() == list(range(0, 160, 4))
-    assert extra["window_blocks"] == 4  # 40 blocks / 16 * 2, rounded down
+    assert extra["window_blocks"] == 3  # a tenth of 40 blocks is 4, but size // 10 is rounded down
+    memory(monkeypatch, size // 3)
+    assert choose_shuffle(dataset, True)[2]["window_blocks"] == 3
     assert "shuffled by blocks" in caplog.text
     assert choose_shuffle(dataset, "full") == ("full", False, {})
     assert choose_shuffle(dataset, False) == ("none", False, {})

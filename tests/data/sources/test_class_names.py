@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_speedkit.data import write_lmdb
-from lightning_speedkit.data.sources.class_names import classes_path, read_classes, write_classes
+from lightning_speedkit.data.sources.class_names import classes_path, holds_class_names, read_classes, write_classes
 from lightning_speedkit.errors import SourceError, StoreNotFoundError
 
 
@@ -21,6 +21,7 @@ def test_names_come_back_whatever_letters_they_have(store: Path) -> None:
     assert read_classes(store) is None
     write_classes(store, names)
     assert read_classes("train.lmdb") == names
+    assert holds_class_names(Path("train.classes.json").read_bytes())
     assert sorted(p.name for p in Path().iterdir()) == ["train.classes.json", "train.lmdb"]
     assert classes_path("a/b.store") == Path("a/b.store.classes.json")
 
@@ -42,6 +43,7 @@ def test_names_of_a_store_that_was_replaced_are_not_taken(store: Path) -> None:
 def test_damage_and_a_missing_store_are_errors(store: Path) -> None:
     for content in (b"", b"[1]", b"{}", b'{"classes": 3, "fingerprint": ""}'):
         classes_path(store).write_bytes(content)
+        assert not holds_class_names(content)
         with pytest.raises(SourceError, match=r"train\.classes\.json does not hold"):
             read_classes(store)
     with pytest.raises(StoreNotFoundError):

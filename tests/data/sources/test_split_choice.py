@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_speedkit.data.sources.split_choice import check_fractions, parse_fractions, split_of_each, split_sizes
+from lightning_speedkit.data.sources.split_choice import (
+    check_fractions,
+    parse_fractions,
+    split_of_each,
+    split_sizes,
+    splits_not_served,
+)
 from lightning_speedkit.errors import SourceError
 
 
@@ -63,6 +69,32 @@ def test_a_split_without_a_sample_is_refused() -> None:
 )
 def test_texts(text: str, fractions: dict[str, float]) -> None:
     assert parse_fractions(text) == fractions
+
+
+@pytest.mark.parametrize(
+    ("names", "not_served", "meant"),
+    [
+        (["train", "val", "test", "predict"], "", ""),
+        (["trian", "val"], "'trian'", "'train'"),
+        (["Train", "VAL"], "'Train', 'VAL'", "'train' and 'val'"),
+        (["training", "valid"], "'training', 'valid'", "'train' and 'val'"),
+        (["train", "valdiation"], "'valdiation'", "'val'"),
+        (["vla", "tets"], "'vla', 'tets'", "'val' and 'test'"),
+        (["fold-1", "held"], "'fold-1', 'held'", ""),
+    ],
+)
+def test_names_that_no_data_module_serves(names: list[str], not_served: str, meant: str) -> None:
+    told = splits_not_served(names)
+    assert told.partition(" and not ")[2].partition(".")[0] == not_served
+    assert told.partition("Did you mean ")[2].removesuffix("?") == meant
+
+
+def test_the_names_are_those_of_the_data_module() -> None:
+    from lightning_speedkit.data.datamodule import SPLITS
+
+    assert splits_not_served(SPLITS) == ""
+    served = splits_not_served(["x"]).removeprefix("LMDBDataModule serves ").partition(", and not")[0]
+    assert served.replace(" and ", ", ").split(", ") == list(SPLITS)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_speedkit.data.sources.class_names import read_classes, write_classes
 from lightning_speedkit.data.staging import local_cache, resumable_copy
 from lightning_speedkit.data.staging.local_cache import release_staged, stage_to_local
 from lightning_speedkit.data.staging.staged_entries import read_record, remove_entry
@@ -124,6 +125,62 @@ def test_a_folder_of_stores_is_staged_as_a_folder(tmp_path: Path, near: Path) ->
     assert remove_entry(copy)
 
 
+@pytest.mark.parametrize("kind", ["store", "folder", "memory store", "memory folder"])
+def test_names_of_classes_go_with_their_store_and_new_ones_are_staged_anew(
+    store: Path, near: Path, tmp_path: Path, kind: str
+) -> None:
+    """The oracle is the content of the file as its format says, written here by hand."""
+    source = str(store.parent if "folder" in kind else store)
+    if "memory" in kind:
+        fsspec = pytest.importorskip("fsspec")
+        source = source.replace(str(tmp_path), f"memory://{tmp_path.name}-{kind[-4:]}")
+
+    def publish(names: list[str] | None) -> None:
+        beside = store.with_name("train.classes.json")
+        beside.unlink(missing_ok=True)
+        if names is not None:
+            beside.write_text(json.dumps({"classes": names, "fingerprint": fingerprint}))
+            os.utime(beside, (1e9, 1e9))
+        if "memory" in kind:
+            system = fsspec.filesystem("memory")
+            place = source.removesuffix("/train.lmdb")
+            if system.exists(f"{place}/train.classes.json"):
+                system.rm(f"{place}/train.classes.json")
+            for path in store.parent.iterdir():
+                if not system.exists(f"{place}/{path.name}"):
+                    system.pipe(f"{place}/{path.name}", path.read_bytes())
+
+    write_classes(store, ["x"])
+    fingerprint = json.loads(store.with_name("train.classes.json").read_text())["fingerprint"]
+    copies = []
+    for names in (None, ["cat", "dog"], ["cat", "fox"], None):
+        publish(names)
+        root = _released(stage_to_local(source, folder=near))
+        copy = root / "train.lmdb" if "folder" in kind else root
+        copies.append(copy.parent)
+        assert stage_to_local(source, folder=near) == root
+        release_staged(root)
+        assert copy.read_bytes() == store.read_bytes()
+        assert read_classes(copy) == (None if names is None else tuple(names))
+        assert sorted(path.name for path in copy.parent.glob("[!.]*")) == (
+            ["train.lmdb"] if names is None else ["train.classes.json", "train.lmdb"]
+        )
+        assert [path.name for path in near.iterdir()] == [copy.parent.name]
+    assert copies[0] == copies[3]
+    assert len(set(copies)) == 3
+
+
+def test_names_that_were_removed_from_a_copy_come_back(store: Path, near: Path) -> None:
+    write_classes(store, ["cat"])
+    copy = stage_to_local(store, folder=near)
+    copy.with_name("train.classes.json").unlink()
+    with pytest.warns(UserWarning, match=r"made anew: train\.classes\.json cannot be read"):
+        assert read_classes(stage_to_local(store, folder=near)) == ("cat",)
+    release_staged(copy)
+    assert remove_entry(copy.parent)
+    assert list(near.iterdir()) == []
+
+
 def test_a_read_only_source_is_only_read(tmp_path: Path, store: Path, near: Path) -> None:
     mounted = tmp_path / "read only"
     mounted.mkdir()
@@ -146,7 +203,7 @@ def test_a_store_is_staged_over_the_web(store: Path, near: Path, ranges: bool) -
         copy = stage_to_local(address, folder=near)
         asked = len(served.requests)
         assert stage_to_local(address, folder=near) == copy
-        assert len(served.requests) <= asked + 1  # the look at one byte
+        assert len(served.requests) <= asked + 2  # the look at one byte, and the one for names of classes
         assert (copy.name, copy.read_bytes()) == ("train.lmdb", store.read_bytes())
 
         _store(store, 1)
@@ -187,9 +244,9 @@ def test_a_copy_that_was_killed_goes_on_where_it_stopped(store: Path, near: Path
         starts = [request[0] for request in served.requests if request is not None and request[1] - request[0] > 1]
         if ranges:
             assert min(starts) == copied
-            assert None not in served.requests
+            assert served.requests.count(None) == 2  # the looks for names of classes, before and after
         else:
-            assert None in served.requests
+            assert served.requests.count(None) == 3
     assert [path.name for path in near.iterdir()] == [copy.parent.name]
 
 
@@ -295,7 +352,9 @@ def test_the_copy_used_longest_ago_makes_room(tmp_path: Path, near: Path) -> Non
     c = stage_to_local(sources[2], folder=near, max_bytes=2500)
     assert (a.exists(), b.exists(), c.exists()) == (True, False, True)
     stage_to_local(sources[0], folder=near)
-    with pytest.raises(StagingError, match=r"1000 bytes are needed, max_bytes=2500 allows 500.*In use: "):
+    with pytest.raises(
+        StagingError, match=r"1,000 bytes are needed, max_bytes=2500 allows 500 bytes, even if .*In use: "
+    ):
         stage_to_local(sources[3], folder=near, max_bytes=2500)
     assert (a.exists(), c.exists()) == (True, True)
 
@@ -380,9 +439,10 @@ def test_a_folder_that_cannot_be_locked_is_told(store: Path, near: Path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "kind", "told"),
     [
-        ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True"),
+        ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True; give it in bytes"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int or None, got 1.5"),
-        ({"max_bytes": 0}, ValueError, "at least 1, got 0"),
+        ({"max_bytes": "10GB"}, TypeError, r"got '10GB'; give it in bytes, such as 10 \* 10\*\*9"),
+        ({"max_bytes": 0}, ValueError, "at least 1 byte, got 0"),
         ({"storage_options": {"key": "x"}}, ValueError, "storage_options are for addresses"),
     ],
 )

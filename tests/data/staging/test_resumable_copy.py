@@ -153,7 +153,7 @@ def test_a_stream_that_breaks_off_is_told(tmp_path: Path) -> None:
 
 def test_a_stream_that_is_too_short_is_not_taken_for_whole(tmp_path: Path) -> None:
     state = CopiedFile("a.bin", len(CONTENT))
-    with pytest.raises(ConnectionError, match=f"has {len(CONTENT)} bytes, but 500 were sent"):
+    with pytest.raises(ConnectionError, match=f"has {len(CONTENT):,} bytes, but 500 were sent"):
         _copy(Far(CONTENT[:500]).file(parts=False), tmp_path / "a", state)
     assert (state.copied, state.mtime_ns) == (0, 0)
 

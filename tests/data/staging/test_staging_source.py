@@ -56,6 +56,51 @@ def test_of_a_folder_the_stores_count_and_nothing_else(tmp_path: Path) -> None:
     assert [file.name for file in source.files] == ["train.lmdb", "val.lmdb"]
 
 
+def test_names_of_classes_belong_to_a_store_that_is_there(tmp_path: Path) -> None:
+    for name in ("train.lmdb", "val.lmdb", "plain"):
+        _written(tmp_path / name, b"12345")
+    single, folder = (find_local(str(path)) for path in (tmp_path / "train.lmdb", tmp_path))
+    for name in ("gone.classes.json", ".train.classes.json.tmp", "classes.json", "train.lmdb.classes.json"):
+        _written(tmp_path / name, b"of something else")
+    (tmp_path / "train.classes.json").mkdir()
+    (tmp_path / "val.classes.json").symlink_to("nowhere")
+    assert find_local(str(tmp_path / "train.lmdb")).identity == single.identity
+    assert find_local(str(tmp_path)).identity == folder.identity
+
+    (tmp_path / "val.classes.json").unlink()
+    for name in ("val.classes.json", "plain.classes.json"):
+        _written(tmp_path / name, b"names")
+    found = find_local(str(tmp_path))
+    assert found.identity != folder.identity
+    assert [(file.name, file.size) for file in found.files] == [
+        ("train.lmdb", 5), ("val.lmdb", 5), ("val.classes.json", 5)
+    ]  # fmt: skip
+    assert [file.name for file in find_local(str(tmp_path / "plain")).files] == ["plain", "plain.classes.json"]
+    assert b"".join(found.files[2].stream()) == b"names"
+    changed = find_local(str(tmp_path / "val.lmdb")).identity
+    _written(tmp_path / "val.classes.json", b"namen")
+    assert find_local(str(tmp_path / "val.lmdb")).identity != changed
+
+
+def test_a_store_of_the_longest_name_has_no_names_of_classes(tmp_path: Path) -> None:
+    path = tmp_path / f"{'a' * 250}.lmdb"
+    assert [file.name for file in find_local(_written(path, b"x")).files] == [path.name]
+
+
+def test_names_that_may_not_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, names = _written(tmp_path / "a.lmdb", b"x"), _written(tmp_path / "a.classes.json", b"x")
+    opened = os.open
+
+    def refuse(what: Any, *arguments: Any) -> int:
+        if str(what) == names:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(what, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StagingError, match=r"a\.classes\.json may not be read by this user"):
+        find_local(path)
+
+
 def test_a_link_is_followed_and_keeps_its_name(tmp_path: Path) -> None:
     _written(tmp_path / "v1.lmdb", b"one")
     _written(tmp_path / "v2.lmdb", b"two")

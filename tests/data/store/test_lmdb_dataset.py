@@ -214,3 +214,75 @@ def _read_a_truncated_store(folder: str) -> None:
 
 def test_a_store_that_is_cut_while_it_is_open_does_not_end_the_process(tmp_path: Path) -> None:
     assert end_of_fork(lambda: _read_a_truncated_store(str(tmp_path))) == "returned"
+
+
+class Half:
+    """What a loader asks of a field that decodes: here the bytes of a 1 x 2 grey picture, with noise if random."""
+
+    shape = (1, 2, 1)
+
+    def __init__(self, random: bool = False) -> None:
+        self.random = random
+
+    def decode_into(self, data: Any, out: np.ndarray, rng: np.random.Generator | None) -> None:
+        out[0, :, 0] = np.frombuffer(data, np.uint8) + (0 if rng is None else rng.integers(100))
+
+    def __call__(self, data: bytes, rng: np.random.Generator | None = None) -> torch.Tensor:
+        out = np.empty(self.shape, np.uint8)
+        self.decode_into(data, out, rng)
+        return torch.from_numpy(out).permute(2, 0, 1)
+
+
+@pytest.fixture
+def encoded(tmp_path: Path) -> Path:
+    samples = [{"picture": bytes([i, i + 1]), "pair": (i, bytes([9, i]))} for i in range(6)]
+    return write_lmdb(samples, tmp_path / "encoded.lmdb")
+
+
+@pytest.mark.parametrize("key", ["picture", "['picture']"])
+def test_a_field_is_decoded_where_it_stands(encoded: Path, key: str) -> None:
+    dataset = LMDBDataset(encoded, fields={key: Half()})  # type: ignore[dict-item]
+    for sample in (dataset[4], dataset.__getitems__([4])[0], pickle.loads(pickle.dumps(dataset))[4]):
+        assert sample["picture"].tolist() == [[[4, 5]]]
+        assert sample["pair"] == (4, bytes([9, 4]))
+
+
+def test_a_field_deep_in_a_sample_comes_before_the_transform(encoded: Path) -> None:
+    fields: Any = {"['pair'][1]": Half()}
+    dataset = LMDBDataset(encoded, lambda sample: sample["pair"][1].sum().item(), fields)
+    assert [dataset[i] for i in range(6)] == [9 + i for i in range(6)]
+
+
+def test_a_random_field_draws_from_the_seed_or_from_torchs_state(encoded: Path) -> None:
+    dataset = LMDBDataset(encoded, fields={"picture": Half(random=True)})  # type: ignore[dict-item]
+
+    def drawn(seed: Any = None) -> list[int]:
+        return [int(dataset.sample(i, seed=seed)["picture"][0, 0, 0]) - i for i in range(6)]
+
+    first = drawn((1, 2))
+    assert drawn((1, 2)) == first != drawn((1, 3))
+    assert len(set(first)) > 1  # each sample its own
+    torch.manual_seed(3)
+    free = drawn()
+    assert drawn() != free
+    torch.manual_seed(3)
+    assert drawn() == free
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        (
+            {"image": Half()},
+            ValueError,
+            r"has no field 'image'. Fields of encoded bytes: \['picture'\], \['pair'\]\[1\]",
+        ),
+        ({"['pair'][0]": Half()}, TypeError, r"holds int, not the encoded bytes of a picture"),
+        ({"picture": 64}, TypeError, r"fields\['picture'\] must be an ImageField, such as ImageField\(224\), got 64"),
+    ],
+)
+def test_fields_that_are_wrong_are_refused_at_once(
+    encoded: Path, fields: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        LMDBDataset(encoded, fields=fields)
