@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem not in ("harness", "worker", "__init__"))
+DATA = [f"data_{name}" for name in ("tensors", "large", "images", "cold", "memory")]  # see test_data.py
 
 
 @pytest.mark.slow
@@ -33,6 +34,6 @@ def test_every_kept_result_has_its_script_and_says_where_it_was_measured() -> No
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         content = json.loads(path.read_text())
         assert content["name"] == path.stem
-        assert path.stem in SCRIPTS, f"{path.name} has no script of that name"
+        assert path.stem in [*SCRIPTS, *DATA], f"{path.name} has no script of that name"
         assert content["hardware"]["device_name"]
         assert content["versions"]["torch"]

@@ -77,7 +77,7 @@ def test_a_key_finds_its_field(sample: Any, key: str, place: str) -> None:
         ({"image": "text"}, "image", "has no field of encoded bytes; leave out --image"),
         ({"a": {"b": b"x"}}, "b", "Did you mean --image ['a']['b']=16?"),
         (b"x", "image", "Fields of encoded bytes: ''. Did you mean --image =16?"),
-        ((1.0,), "0", "has no field of encoded bytes"),
+        ((1.0,), "0", "has no field of encoded bytes; leave out --image"),
     ],
 )
 def test_a_wrong_key_is_told_with_what_to_type(sample: Any, key: str, message: str) -> None:

@@ -56,7 +56,7 @@ class Ring:
             self._memory = np.frombuffer(shared.map, dtype=np.uint8)[: slots * self._stride]
         else:
             self._memory = torch.empty(slots * self._stride, dtype=torch.uint8, pin_memory=pinned).numpy()
-        self._free: deque[int] = deque(range(slots))
+        self._free: deque[int] = deque(reversed(range(slots)))
         self._events: deque[tuple[int, Any]] | None = deque() if pinned else None
 
     @staticmethod
@@ -89,7 +89,7 @@ class Ring:
         if self._events is not None:
             self._collect(self._events)
         try:
-            return self._free.popleft()
+            return self._free.pop()  # the one freed last may still be in the processor's cache
         except IndexError:
             return None
 
