@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     _suggest(parser, commands, words)
     with _any_character():
-        return _run(parser.parse_args(words))
+        return _run(_parsed(parser, words))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -102,6 +102,28 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     for subparser in subparsers.choices.values():
         subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser, list(subparsers.choices)
+
+
+def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """The arguments; an unknown option ends with the nearest one of its command."""
+    args, left = parser.parse_known_args(words)
+    if left:
+        wrong = next((word.partition("=")[0] for word in left if word.startswith("--")), "")
+        near = difflib.get_close_matches(wrong, _options(parser, words), n=1) if wrong else []
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+    return args
+
+
+def _options(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """The options of the parser, and of the commands that the words name."""
+    names: list[str] = []
+    for action in parser._actions:
+        names += [option for option in action.option_strings if action.help != argparse.SUPPRESS]
+        if isinstance(action, argparse._SubParsersAction):
+            for word in words:
+                names += _options(action.choices[word], words) if word in action.choices else []
+    return names
 
 
 def _suggest(parser: argparse.ArgumentParser, commands: list[str], words: list[str]) -> None:

@@ -191,3 +191,20 @@ def test_every_error_of_the_kit_is_one_line(
     monkeypatch.setattr("lightning_speedkit.cli.presets._print_list", fail)
     assert main(["presets"]) == 1
     assert capsys.readouterr().err == "speedkit presets: it is so\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["pack", "a", "b", "--splt", "0.5,0.5"], "(did you mean --split?)"),
+        (["data", "bench", "x", "--batchsize=3"], "(did you mean --batch-size?)"),
+        (["verify", "x", "--zzzzzz"], "unrecognized arguments: --zzzzzz\n"),
+    ],
+)
+def test_a_misspelt_option_ends_with_the_nearest(
+    words: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert near in capsys.readouterr().err

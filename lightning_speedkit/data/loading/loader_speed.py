@@ -150,6 +150,12 @@ def what_bounds(
             "memory copy",
             "More workers gain little. Fewer bytes per sample do: uint8 instead of float32, or a smaller size.",
         )
+    if python and (work == "transform" or decoded is not None):
+        return Bound(
+            "Python code per sample",
+            "The transform does little itself, but with one each sample passes through Python: do it for whole batches "
+            "on the device (DeviceTransform), or once while packing.",
+        )
     if python:
         return Bound(
             "Python code per sample",

@@ -204,6 +204,16 @@ def test_a_long_start_is_told_apart(start: float, words: str) -> None:
     assert words in first_pass_bound(LoaderSpeed(first=first, warm=_read(100)), disk_bytes_per_second=1000.0)
 
 
+def test_samples_of_one_size_with_a_transform_are_not_to_be_padded() -> None:
+    """Padding would change nothing: it is the transform that makes them pass through Python."""
+    for arguments in ({"work": "transform"}, {"decoded": _read(120)}):
+        bound = what_bounds(_read(100), copy_bytes_per_second=1e9, plain=_read(120), **arguments)
+        assert bound.name == "Python code per sample"
+        assert "pad" not in bound.advice
+        assert "transform" in bound.advice
+    assert "pad" in what_bounds(_read(100), copy_bytes_per_second=1e9).advice
+
+
 @pytest.mark.parametrize(
     ("decoded", "name"),
     [  # 1 ms a sample without both, 10 ms with both: the rest is divided at 5.5 ms
