@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from lightning_speedkit.data.loading.batch_builder import BatchBuilder, BatchTask, listed
 from lightning_speedkit.data.loading.batch_layout import pickled
 from lightning_speedkit.data.loading.epoch_order import Integers
+from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
 from lightning_speedkit.data.loading.ring import Ring, SharedMemory
 from lightning_speedkit.errors import LoaderError, SpeedkitError
 
@@ -106,9 +107,7 @@ class ProcessWorkers:
             daemon=True,
         )
         try:
-            with warnings.catch_warnings():  # Python warns of every fork of a process with threads
-                warnings.filterwarnings("ignore", ".*fork\\(\\) may lead to deadlocks.*", DeprecationWarning)
-                process.start()
+            start_quietly(process)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             ours.close()
             raise LoaderError(
@@ -201,7 +200,7 @@ def _work(
 ) -> None:
     """A worker's life: takes tasks from its pipe until the other end is closed."""
     parent = os.getppid()  # the training process, or the fork server
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()

@@ -14,7 +14,6 @@ import pickle
 import random
 import statistics
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from lightning_speedkit.data.loading.batch_builder import BatchBuilder, BatchTask, StoreBatches, seeded
+from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
 
 __all__ = ["WORKERS", "WorkerChoice", "choose_workers", "cpu_count"]
 
@@ -105,9 +105,7 @@ def _probe_elsewhere(builder: BatchBuilder, tasks: list[BatchTask], start_method
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_probe_and_send, args=(theirs, builder, tasks), daemon=True)
     try:
-        with warnings.catch_warnings():  # Python warns of every fork of a process with threads
-            warnings.filterwarnings("ignore", ".*fork\\(\\) may lead to deadlocks.*", DeprecationWarning)
-            process.start()
+        start_quietly(process)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
     finally:
@@ -123,6 +121,7 @@ def _probe_elsewhere(builder: BatchBuilder, tasks: list[BatchTask], start_method
 
 
 def _probe_and_send(pipe: Connection, builder: BatchBuilder, tasks: list[BatchTask]) -> None:
+    ignore_interrupts()
     torch.set_num_threads(1)
     try:
         pipe.send(_probe(builder, tasks))

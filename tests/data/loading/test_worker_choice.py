@@ -182,6 +182,7 @@ class Field:
 
     shape = (2, 2, 3)
     random = False
+    decode_into = None
 
 
 @pytest.mark.parametrize(("cores", "copying", "decoding"), [(1, 1, 1), (3, 3, 3), (64, 4, 16)])
