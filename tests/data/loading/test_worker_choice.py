@@ -85,9 +85,26 @@ def test_a_generator_of_its_own_does_not_count() -> None:
     assert choose(sleep_and_draw(lambda: np.random.default_rng(1).random())).kind == "threads"
 
 
-def test_cheap_work_and_short_epochs_are_done_at_once() -> None:
-    assert choose(lambda index: None).kind == "inline"
-    assert choose(sleep, steps=2).kind == "inline"
+def test_a_very_short_epoch_is_done_at_once() -> None:
+    assert choose(lambda index: None, steps=1).kind == "inline"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speedup", "draws", "steps", "kind"),
+    [
+        (0.0009, 2.0, False, 10_000, "inline"),  # a batch costs less than sending it
+        (0.02, 2.0, False, 4, "inline"),  # all of them do
+        (0.02, 1.6, False, 6, "threads"),
+        (0.02, 1.4, False, 6, "processes"),
+        (0.02, 2.0, True, 6, "processes"),
+    ],
+)
+def test_what_was_measured_decides(
+    seconds: float, speedup: float, draws: bool, steps: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = worker_choice._Probe(seconds, speedup, draws)
+    monkeypatch.setattr(worker_choice, "_probe_elsewhere", lambda *_: probe)
+    assert choose(lambda index: None, steps=steps).kind == kind
 
 
 def fail(index: int) -> None:
