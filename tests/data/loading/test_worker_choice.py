@@ -41,7 +41,7 @@ def choose(work: Callable[[int], Any], steps: int = 1000, **settings: Any) -> An
 
 
 def sleep(_: int) -> None:
-    time.sleep(0.02)
+    time.sleep(0.05)  # long beside what a busy machine adds to it
 
 
 GATE = threading.Lock()
@@ -82,7 +82,8 @@ def test_work_that_draws_from_the_global_random_state_is_for_processes(draw: Cal
 
 
 def test_a_generator_of_its_own_does_not_count() -> None:
-    assert choose(sleep_and_draw(lambda: np.random.default_rng(1).random())).kind == "threads"
+    choice = choose(sleep_and_draw(lambda: np.random.default_rng(1).random()))
+    assert "times as many by two threads" in choice.reason
 
 
 def test_a_very_short_epoch_is_done_at_once() -> None:
