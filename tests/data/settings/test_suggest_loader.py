@@ -67,13 +67,18 @@ def test_workers_that_wait_side_by_side_are_suggested() -> None:
     assert [sample for batch in loader for sample in batch.tolist()] == list(range(200))
 
 
-def test_tensors_that_cost_nothing_need_no_workers() -> None:
+def test_the_fewest_workers_that_are_nearly_the_fastest_are_taken() -> None:
     dataset = TensorDataset(torch.zeros(512, 3, 64, 64, dtype=torch.uint8))
     settings = suggest_loader(CPU, dataset, **QUICK)
-    assert settings.num_workers == 0
-    assert settings.arguments() == {"num_workers": 0, "pin_memory": False, "persistent_workers": False}
+    rates: dict[int, float] = {}
+    for trial in settings.trials:
+        rates[trial.num_workers] = max(rates.get(trial.num_workers, 0.0), trial.samples_per_second)
+    assert set(rates) == {0, 1, 2}
+    near = [workers for workers, rate in rates.items() if 1.05 * rate >= max(rates.values())]
+    assert settings.num_workers == min(near)
     assert settings.trials[0].batch_bytes == 32 * 3 * 64 * 64
-    assert {trial.num_workers for trial in settings.trials} == {0, 1, 2}
+    arguments = settings.arguments()
+    assert (arguments["num_workers"], arguments["persistent_workers"]) == (min(near), min(near) > 0)
 
 
 def test_a_gpu_gets_pinned_memory() -> None:
@@ -247,6 +252,13 @@ except KeyboardInterrupt:
 """
 
 
+def _runs(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_or_the_end_of_the_caller_ends_all_processes(how: signal.Signals) -> None:
     root = str(Path(__file__).parents[3])
@@ -264,12 +276,9 @@ def test_ctrl_c_or_the_end_of_the_caller_ends_all_processes(how: signal.Signals)
             assert process.stdout.readline() == "interrupted []\n"
         process.wait(30)
         end = time.monotonic() + 30
-        while Path(f"/proc/{reader}").exists() and time.monotonic() < end:
-            if "(zombie)" in Path(f"/proc/{reader}/status").read_text():
-                break
+        while _runs(reader) and time.monotonic() < end:
             time.sleep(0.05)
-        else:
-            assert not Path(f"/proc/{reader}").exists()
+        assert not _runs(reader)
     finally:
         process.kill()
         process.wait()
