@@ -298,15 +298,15 @@ def test_it_is_made_from_yaml() -> None:
     text = f"""
     transform:
       train:
-      - class_path: {package}.device_augment.RandomCrop
+      - class_path: {package}.RandomCrop
         init_args: {{size: [7, 9], padding: 2}}
-      - class_path: {package}.device_augment.RandomErase
+      - class_path: {package}.RandomErase
         init_args: {{area: [0.1, 0.2]}}
       - class_path: torch.nn.Identity
-      - class_path: {package}.device_mix.MixUp
+      - class_path: {package}.MixUp
         init_args: {{classes: 4, alpha: 0.2}}
       always:
-      - class_path: {package}.device_normalize.Normalize
+      - class_path: {package}.Normalize
         init_args: {{mean: [0.4, 0.5, 0.6], std: 0.3}}
       image: [views, 0]
       label: label
