@@ -76,7 +76,7 @@ def test_the_fewest_workers_that_are_nearly_the_fastest_are_taken() -> None:
     assert set(rates) == {0, 1, 2}
     near = [workers for workers, rate in rates.items() if 1.05 * rate >= max(rates.values())]
     assert settings.num_workers == min(near)
-    assert settings.trials[0].batch_bytes == 32 * 3 * 64 * 64
+    assert 16 * 3 * 64 * 64 < settings.trials[0].batch_bytes <= 32 * 3 * 64 * 64  # from a shorter one if it is slow
     arguments = settings.arguments()
     assert (arguments["num_workers"], arguments["persistent_workers"]) == (min(near), min(near) > 0)
 
