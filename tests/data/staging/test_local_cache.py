@@ -231,9 +231,11 @@ def test_a_copy_that_was_killed_goes_on_where_it_stopped(store: Path, near: Path
             record = read_record(parts[0]) if parts else None
             return 0 if record is None else record.copied
 
-        copied = _wait_until(saved)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        try:
+            copied = _wait_until(saved)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         assert 0 < copied < len(content)
         assert copied == saved()
         served.stall_at = None
