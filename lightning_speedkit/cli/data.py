@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning_speedkit.cli.command_line import modules_of_this_folder, whole_number
 from lightning_speedkit.cli.image_option import check_images, image_fields, parse_image
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ),
     )
     bench.add_argument("path", metavar="PATH", help="a store, or a folder whose *.lmdb files are measured in turn")
-    bench.add_argument("--batch-size", type=_whole(1), default=32, metavar="N", help="samples per batch (32)")
+    bench.add_argument("--batch-size", type=whole_number(1), default=32, metavar="N", help="samples per batch (32)")
     bench.add_argument(
-        "--workers", type=_whole(0), metavar="N", help="threads or processes; 0 for none (chosen by itself)"
+        "--workers", type=whole_number(0), metavar="N", help="threads or processes; 0 for none (chosen by itself)"
     )
     bench.add_argument(
         "--seconds", type=_seconds, default=3.0, metavar="S", help="about how long each measurement takes (3)"
@@ -63,12 +64,13 @@ def run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
     elif not (stores := sorted(Path(args.path).glob("*.lmdb"))):
         raise StoreNotFoundError(f"The folder {args.path} holds no *.lmdb file.")
     check_images(args.image, stores, wrong)
-    transform = None if args.transform is None else _function(args.transform)
-    disk = None if args.no_disk else _disk(stores[0].absolute().parent, args.seconds)
-    for number, store in enumerate(stores):
-        if number:
-            print()
-        _bench(store, args, transform, disk)
+    with modules_of_this_folder():
+        transform = None if args.transform is None else _function(args.transform)
+        disk = None if args.no_disk else _disk(stores[0].absolute().parent, args.seconds)
+        for number, store in enumerate(stores):
+            if number:
+                print()
+            _bench(store, args, transform, disk)
     return 0
 
 
@@ -212,32 +214,19 @@ def _forget(store: Path) -> None:
 
 def _function(name: str) -> Callable[[Any], Any]:
     import importlib
-    import sys
 
+    from lightning_speedkit.data.argument_checks import a_type
     from lightning_speedkit.errors import SourceError
 
     module, _, function = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as for `python -m`: the user's own module lies here
     try:
         found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise SourceError(f"--transform {name}: {error}. Write it as MODULE:FUNCTION.") from error
     if not callable(found):
-        raise SourceError(f"--transform {name}: a {type(found).__name__} cannot be called.")
+        raise SourceError(f"--transform {name}: {a_type(found)} cannot be called.")
     transform: Callable[[Any], Any] = found
     return transform
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    number.__name__ = "whole number"
-    return number
 
 
 def _seconds(text: str) -> float:

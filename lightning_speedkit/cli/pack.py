@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_speedkit.cli.command_line import modules_of_this_folder, whole_number
+
 if TYPE_CHECKING:
     from lightning_speedkit.data.sources import Source
     from lightning_speedkit.data.sources.parallel_pack import PackReport
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _LISTED = 100
+_LISTED_FILES = 5
 _FORMATS = ("image-folder", "npy", "npz", "csv", "parquet", "webdataset", "tfrecord", "lmdb", "store", "python")
 
 
@@ -39,19 +42,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--split", metavar="FRACTIONS", help="divide the samples, as train=0.9,val=0.1 or 0.8,0.1,0.1")
     parser.add_argument(
-        "--seed", type=_natural, default=0, metavar="N", help="another N divides otherwise (%(default)s)"
+        "--seed", type=whole_number(0), default=0, metavar="N", help="another N divides otherwise (%(default)s)"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="at most N samples (of each folder of a split)")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that read; by default one per CPU core")
+    count = whole_number(1)
+    parser.add_argument("--limit", type=count, metavar="N", help="at most N samples (of each folder of a split)")
+    parser.add_argument("--workers", type=count, metavar="N", help="threads that read; by default one per CPU core")
     parser.add_argument(
         "--columns", metavar="A,B:TYPE", help="what to read of a table, archive or record, in this order"
     )
     parser.add_argument("--trust-pickle", action="store_true", help="load pickles of an LMDB database: runs their code")
-    parser.add_argument(
-        "--resize", type=_positive, metavar="N", help="make pictures smaller: N pixels at the shorter side"
-    )
+    parser.add_argument("--resize", type=count, metavar="N", help="make pictures smaller: N pixels at the shorter side")
     parser.add_argument("--encode", choices=("jpeg", "png"), help="encode pictures anew as this")
-    parser.add_argument("--quality", type=_quality, metavar="N", help="of JPEG that is encoded, 1 to 95 (90)")
+    parser.add_argument(
+        "--quality", type=whole_number(1, 95), metavar="N", help="of JPEG that is encoded, 1 to 95 (90)"
+    )
     checks = "how pictures are looked at: their ends (quick, the default), decoded (full), not at all (none)"
     parser.add_argument("--check", choices=("quick", "full", "none"), help=checks)
     parser.add_argument("--skip-bad", action="store_true", help="leave out samples that cannot be read, and list them")
@@ -67,12 +71,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
     """Packs and reports. A fault of the source is raised, a wrong command line is told to ``wrong``."""
     _check_options(args, wrong)
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)  # for module:function, as `python -m` does
-    try:
+    with modules_of_this_folder():
         return _run(args, wrong)
-    finally:
-        sys.path.remove(folder)
 
 
 def _run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
@@ -186,7 +186,13 @@ def _check_free(paths: list[Path], overwrite: bool) -> None:
 def _list_skipped(report: PackReport) -> None:
     sys.stdout.flush()
     count = len(report.skipped)
-    print("1 bad sample was left out:" if count == 1 else f"{count:,} bad samples were left out:", file=sys.stderr)
+    left_out = "1 bad sample was left out" if count == 1 else f"{count:,} bad samples were left out"
+    if report.unread:
+        files = ", ".join(path.name for path in report.unread[:_LISTED_FILES])
+        more = len(report.unread) - _LISTED_FILES
+        files += f" and {more:,} more" if more > 0 else ""
+        left_out = f"At least {left_out}; the rest of {files} could not be read, and its samples are lost"
+    print(f"{left_out}:", file=sys.stderr)
     for line in report.skipped[:_LISTED]:
         print(f"  {line}", file=sys.stderr)
     if count > _LISTED:
@@ -201,7 +207,7 @@ def _print(report: PackReport, source: Source) -> None:
     pairs = [("read as", source.format)]
     pairs += [(f"samples of {path.name}", f"{report.samples[name]:,}") for name, path in report.paths.items()]
     if report.skipped:
-        pairs.append(("left out", f"{len(report.skipped):,}"))
+        pairs.append(("left out", f"{'at least ' if report.unread else ''}{len(report.skipped):,}"))
     if source.classes:
         pairs.append(("classes", f"{len(source.classes):,}, named in {_class_files(report)}"))
     pairs += [("payload bytes", f"{report.payload_bytes:,}"), ("seconds", _two_digits(report.seconds)), ("rate", rate)]
@@ -218,24 +224,3 @@ def _class_files(report: PackReport) -> str:
     from lightning_speedkit.data.sources.class_names import classes_path
 
     return " and ".join(classes_path(path).name for path in report.paths.values())
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def _quality(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 95:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 95")
-    return value

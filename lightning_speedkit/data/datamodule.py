@@ -3,7 +3,8 @@
 It serves all four splits by :class:`RingLoader`, or by torch's DataLoader on request, with the settings that usually
 matter for speed. Shuffling depends on seed and epoch alone: the order does not depend on the global random state, is
 not changed by it, and does not change it. In distributed training each rank reads its own part of one global order,
-whatever the Trainer's ``use_distributed_sampler`` says; in evaluation every sample is read exactly once.
+whatever the Trainer's ``use_distributed_sampler`` says; in evaluation every sample is read exactly once. With
+``loader="torch"`` validation and test are divided by Lightning's own sampler, which repeats a few.
 
 A run that is resumed from a checkpoint in the middle of an epoch goes on with exactly the samples that are left, also
 with another number of ranks. The position is saved with the DataModule, since what Lightning keeps of a loader is lost
@@ -18,29 +19,31 @@ distributed sampler), #10469 (augmentation on the device); pytorch/pytorch#62066
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
+from lightning_speedkit.data.argument_checks import a_type, check_choice, checked_integer
 from lightning_speedkit.data.datamodule_hooks import CollateOfDataModule, TransformOnDevice
+from lightning_speedkit.data.datamodule_loaders import (
+    LoaderOfSplit,
+    on_device,
+    ring_loader,
+    shards,
+    skip_or_recount,
+    torch_loader,
+)
 from lightning_speedkit.data.device.device_prefetch import DevicePrefetcher
 from lightning_speedkit.data.device.device_transform import DeviceTransform
 from lightning_speedkit.data.loading.collate import collate_samples
-from lightning_speedkit.data.loading.epoch_order import EpochOrder
 from lightning_speedkit.data.loading.loader import RingLoader
-from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
 from lightning_speedkit.data.loading.worker_choice import WORKERS
-from lightning_speedkit.measure.lightning_internals import epochs_done, recount_batches
 
 __all__ = ["LOADERS", "SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]
 
@@ -53,12 +56,6 @@ class NoSuchSplit(list[Any]):
     """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
 
 
-class _LoaderOfSplit(RingLoader):
-    """A loader that knows which split it serves."""
-
-    split = ""
-
-
 class SpeedkitDataModule(LightningDataModule):
     """Loaders for the datasets that a subclass gives; override :meth:`dataset`.
 
@@ -66,8 +63,8 @@ class SpeedkitDataModule(LightningDataModule):
         batch_size: samples per batch and rank.
         loader: who makes the batches: ``"auto"`` (measured for a moment, see :class:`RingLoader`), ``"threads"``,
             ``"processes"``, ``"inline"``, or ``"torch"`` for torch's DataLoader.
-        num_workers: threads or processes; by default as many as help, with ``"torch"`` none. 0 loads in the training
-            process.
+        num_workers: threads or processes; by default as many as :class:`RingLoader` takes, with ``"torch"`` none. 0
+            loads in the training process.
         pin_memory: page-locked batches, which copy faster to a GPU; by default on when the Trainer uses CUDA.
         prefetch_factor: batches that each worker keeps ready.
         shuffle: a new order of the training samples in each epoch: ``True``, ``"full"``, ``"blocks"`` or ``False``; the
@@ -106,25 +103,21 @@ class SpeedkitDataModule(LightningDataModule):
             raise ValueError(f"loader={loader!r} needs num_workers of 1 or more, or None; 0 means loader='inline'.")
         if shuffle == "blocks" and loader == "torch":
             raise ValueError("shuffle='blocks' is not for loader='torch'; use shuffle=True.")
-        _check_choice("loader", loader, LOADERS)
-        _check_choice("remainder", remainder, ("pad", "drop"))
-        _check_choice("shuffle", shuffle, (True, False, "full", "blocks"))
-        _check_choice("drop_last", drop_last, (True, False))
-        _check_choice("pin_memory", pin_memory, (True, False, None))
-        _check_number("batch_size", batch_size, 1)
-        _check_number("num_workers", 0 if num_workers is None else num_workers, 0)
-        _check_number("prefetch_factor", prefetch_factor, 1)
-        _check_number("seed", seed, 0)
-        self.batch_size = batch_size
+        check_choice("loader", loader, LOADERS)
+        check_choice("remainder", remainder, ("pad", "drop"))
+        check_choice("shuffle", shuffle, (True, False, "full", "blocks"))
+        check_choice("drop_last", drop_last, (True, False))
+        check_choice("pin_memory", pin_memory, (True, False, None))
+        self.batch_size = checked_integer("batch_size", batch_size, 1, bits=32)
         self.loader = loader
-        self.num_workers = num_workers
+        self.num_workers = None if num_workers is None else checked_integer("num_workers", num_workers, 0, bits=32)
         self.pin_memory = pin_memory
-        self.prefetch_factor = prefetch_factor
+        self.prefetch_factor = checked_integer("prefetch_factor", prefetch_factor, 1, bits=32)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.remainder = remainder
-        self.seed = seed
-        self._loaders: list[_LoaderOfSplit] = []
+        self.seed = checked_integer("seed", seed, 0, bits=32)
+        self._loaders: list[LoaderOfSplit] = []
         self._training: Any = None  # the training loader as the Trainer has it
         self._position: dict[str, Any] | None = None  # of the training loader, from a checkpoint
 
@@ -153,14 +146,14 @@ class SpeedkitDataModule(LightningDataModule):
             self._training = None
             # Also for one rank: Lightning calls its set_epoch, and it is the one sampler that Lightning leaves alone.
             sampler: DistributedSampler[Any] = DistributedSampler(
-                dataset, shuffle=bool(shuffle), seed=self.seed, drop_last=self.remainder == "drop", **self._shards()
+                dataset, shuffle=bool(shuffle), seed=self.seed, drop_last=self.remainder == "drop", **shards(self)
             )
-            return self._torch_loader(dataset, sampler=sampler, drop_last=self.drop_last)
-        loader = self._ring_loader("train", dataset, shuffle=shuffle, remainder=self.remainder)
+            return torch_loader(self, dataset, sampler=sampler, drop_last=self.drop_last)
+        loader = ring_loader(self, "train", dataset, shuffle=shuffle, remainder=self.remainder)
         if self._position is not None:
             position, self._position = self._position, None
             loader.load_state_dict(position)
-        self._training = self._on_device(loader)
+        self._training = on_device(self, loader)
         return self._training
 
     @override
@@ -186,36 +179,13 @@ class SpeedkitDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         fits = self.trainer is None or self.trainer.state.fn == "fit"  # an evaluation leaves the next fit alone
         self._position = state_dict.get("train") if fits and self.loader != "torch" else None
-        if self._position is None or self.trainer is None:
-            return
-        epoch, position, samples = (self._position[name] for name in ("epoch", "position", "samples"))
-        if not 0 < position < samples:
-            return
-        done = epochs_done(self.trainer)
-        if done is not None and done > epoch:
-            if self.trainer.limit_train_batches == 1.0 and not getattr(self.trainer, "overfit_batches", 0):
-                rank_zero_warn(
-                    f"The checkpoint was saved after {position} of the {samples} samples of epoch {epoch}, and counts "
-                    f"that epoch as done, as Lightning does when max_steps, max_time or should_stop ends a run: the "
-                    f"other samples are skipped. To go on with them, resume from a checkpoint that was saved within "
-                    f"the epoch, such as one of ModelCheckpoint(every_n_train_steps=...)."
-                )
-            return
-        # The Trainer counts the batches of the unfinished epoch; another number of ranks makes another count of it.
-        order = EpochOrder(
-            samples=samples,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            remainder=self.remainder,
-            world_size=self._shards()["num_replicas"],
-        )
-        recount_batches(self.trainer, order.steps() - order.steps(position))
+        if self._position is not None and self.trainer is not None:
+            skip_or_recount(self, self._position)
 
     @override
     def teardown(self, stage: str) -> None:
         """End the workers."""
         self._end_workers()
-        self._position = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -226,24 +196,23 @@ class SpeedkitDataModule(LightningDataModule):
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
+        self._position = None  # also if a run failed before it asked for the loader: the next one begins anew
 
     def _evaluation_loader(self, split: str) -> Any:
         dataset = self._served(split)
         if dataset is not None:
-            writes = (
-                split == "predict"
-                and self.trainer is not None
-                and any(
-                    isinstance(callback, BasePredictionWriter) for callback in getattr(self.trainer, "callbacks", ())
-                )
-            )  # it wants the indices of each batch, which Lightning finds in its own sampler only
-            if self.loader == "torch" or writes:
-                return self._torch_loader(dataset)
-            return self._on_device(self._ring_loader(split, dataset, shuffle=False, remainder="exact"))
+            # A writer wants the indices of each batch, which Lightning finds in its own sampler only.
+            if self.loader == "torch" or (split == "predict" and self._has_writer()):
+                return torch_loader(self, dataset)
+            return on_device(self, ring_loader(self, split, dataset, shuffle=False, remainder="exact"))
         stage = None if self.trainer is None else self.trainer.state.fn
         if stage is not None and SPLIT_OF_STAGE.get(stage.value) == split:
             raise MisconfigurationException(self._missing(split))
         return NoSuchSplit()
+
+    def _has_writer(self) -> bool:
+        callbacks = getattr(self.trainer, "callbacks", ())
+        return any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def _hook_transform(self) -> None:
         """Take the hook only if there is a transform: a hook of the DataModule takes the place of the module's."""
@@ -258,75 +227,6 @@ class SpeedkitDataModule(LightningDataModule):
         else:
             self.on_after_batch_transfer = TransformOnDevice(self, transform)  # type: ignore[method-assign]
 
-    def _ring_loader(self, split: str, dataset: Any, *, shuffle: bool | str, remainder: str) -> RingLoader:
-        for before in [loader for loader in self._loaders if loader.split == split and not loader.is_iterated]:
-            before.close()
-            self._loaders.remove(before)
-        shards = self._shards()
-        if shuffle is True and shards["num_replicas"] > 1 and self.trainer is not None:
-            # Hosts may have unlike memory, and all ranks must take the same order.
-            shuffle = self.trainer.strategy.broadcast(choose_shuffle(dataset, True)[0])
-        loader = _LoaderOfSplit(
-            dataset,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            seed=self.seed,
-            drop_last=split == "train" and self.drop_last,
-            remainder=remainder,
-            rank=shards["rank"],
-            world_size=shards["num_replicas"],
-            workers=self.loader,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            collate=self._collate_fn(),
-            pin_memory=self._pins(),
-        )
-        loader.split = split
-        self._loaders.append(loader)
-        return loader
-
-    def _torch_loader(
-        self, dataset: Any, *, sampler: DistributedSampler[Any] | None = None, drop_last: bool = False
-    ) -> DataLoader[Any]:
-        workers = self.num_workers or 0
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=workers,
-            collate_fn=self._collate_fn(),
-            pin_memory=self._pins(),
-            drop_last=drop_last,
-            generator=self._random_numbers(),
-            persistent_workers=workers > 0,
-            prefetch_factor=self.prefetch_factor if workers > 0 else None,
-        )
-
-    def _pins(self) -> bool:
-        if self.pin_memory is not None:
-            return self.pin_memory
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-    def _on_device(self, loader: RingLoader) -> Any:
-        """The loader as the Trainer gets it: its batches are on a CUDA device, fetched ahead."""
-        device = None if self.trainer is None else self.trainer.strategy.root_device
-        if device is None or device.type != "cuda" or self._touches_transfer():
-            return loader
-        return DevicePrefetcher(loader, device)
-
-    def _touches_transfer(self) -> bool:
-        """Whether somebody wants to see batches on their way to the device."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        return any(
-            owner is not None and is_overridden(hook, owner, kind)
-            for hook in ("on_before_batch_transfer", "transfer_batch_to_device")
-            for owner, kind in ((self, LightningDataModule), (module, LightningModule))
-        )
-
-    def _collate_fn(self) -> Callable[[Sequence[Any]], Any]:
-        plain = getattr(self.collate, "__func__", None) is SpeedkitDataModule.collate
-        return collate_samples if plain else CollateOfDataModule(self)
-
     def _served(self, split: str) -> Any:
         """The dataset of a split, or ``None``; a ``TypeError`` for what a sampler cannot index."""
         self._hook_transform()
@@ -335,42 +235,13 @@ class SpeedkitDataModule(LightningDataModule):
         if dataset is None or (indexed and not isinstance(dataset, IterableDataset)):
             return dataset
         raise TypeError(
-            f"dataset({split!r}) of {type(self).__name__} returned a {type(dataset).__name__}: it must be a map-style "
+            f"dataset({split!r}) of {type(self).__name__} returned {a_type(dataset)}: it must be a map-style "
             f"dataset, with __len__ and __getitem__. Give a loader or an IterableDataset to the Trainer itself."
         )
 
-    def _shards(self) -> dict[str, Any]:
-        return getattr(self.trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-
-    def _random_numbers(self) -> torch.Generator:
-        """Where a loader draws its workers' seeds from, and not from the global random state.
-
-        With the epoch in it, a resumed run and a loader made anew do not begin with the numbers of the first epoch.
-        """
-        epoch = 0 if self.trainer is None else self.trainer.current_epoch
-        words = np.random.SeedSequence([self.seed, self._shards()["rank"], epoch]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+    def _collate_fn(self) -> Callable[[Sequence[Any]], Any]:
+        plain = getattr(self.collate, "__func__", None) is SpeedkitDataModule.collate
+        return collate_samples if plain else CollateOfDataModule(self)
 
     def _missing(self, split: str) -> str:
         return f"{type(self).__name__} has no dataset for the split {split!r}: dataset({split!r}) returned None."
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    near = (
-        difflib.get_close_matches(value, [x for x in allowed if isinstance(x, str)], 1)
-        if isinstance(value, str)
-        else []
-    )
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    words = f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}"
-    if type(value) not in {type(choice) for choice in allowed}:
-        raise TypeError(words)
-    if value not in allowed:
-        raise ValueError(words)
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
-    if not least <= value < 2**32:
-        raise ValueError(f"{name} must be at least {least} and below 2**32, got {value}.")

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.datamodule import SPLIT_OF_STAGE, SPLITS, SpeedkitDataModule
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.store.lmdb_pack import write_lmdb
@@ -138,7 +139,7 @@ class LMDBDataModule(SpeedkitDataModule):
         path, where = self.path(split), f"samples({split!r}) of {type(self).__name__}"
         if isinstance(samples, Mapping | str | bytes):
             raise TypeError(
-                f"{where} returned a {type(samples).__name__}: return an iterable of samples or a map-style dataset, "
+                f"{where} returned {a_type(samples)}: return an iterable of samples or a map-style dataset, "
                 f"for this split alone."
             )
         with ExitStack() as held:

@@ -23,22 +23,9 @@ _DISK = frozenset(
     | {"vfat", "exfat", "ntfs", "ntfs3", "fuseblk", "fuse.fuse-overlayfs", "ecryptfs", "squashfs", "erofs", "iso9660"}
 )
 _NETWORK = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "ceph",
-        "lustre",
-        "beegfs",
-        "gpfs",
-        "glusterfs",
-        "pvfs2",
-        "orangefs",
-        "afs",
-    }
-    | {"coda", "panfs", "wekafs", "davfs", "gfs2", "ocfs2", "9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs", "drvfs"}
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "pvfs2", "orangefs"}
+    | {"afs", "coda", "panfs", "wekafs", "davfs", "gfs2", "ocfs2"}
+    | {"9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs", "drvfs"}  # shared by the host of a virtual machine
 )
 _VIRTUAL = re.compile(r"(vd|xvd)[a-z]|zram|nbd|rbd")
 

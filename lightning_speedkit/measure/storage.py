@@ -145,7 +145,7 @@ def _write(file: int, limit: int, seconds: float) -> tuple[int, float]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += done
         if written % _SMALLEST == 0:  # so that the time is that of the disk, and ends soon after it is over
-            os.fdatasync(file)
+            os.fsync(file)
     os.fsync(file)
     return written, written / (time.perf_counter() - start)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ def broken(sample):
 def test_a_transform_that_takes_the_time_is_named(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("slow_transform.py").write_text(_TRANSFORM)
     words = ["data", "bench", store, "--seconds", "0.05", "--workers", "0", "--no-disk"]
+    before = list(sys.path)
     assert main([*words, "--transform", "slow_transform:slow"]) == 0
+    assert sys.path == before
     table = _table(capsys.readouterr().out)
     assert table["bound by"] == "the Python transform"
     assert _number(table["without transform"]) > 2 * _number(table["from memory"])
@@ -172,6 +175,15 @@ def test_samples_of_many_sizes_are_handed_out_as_they_are(capsys: pytest.Capture
     assert table["bound by"] == "Python code per sample"
     assert _number(table["DataLoader, 0 workers"]) > 0
     assert _number(table["DataLoader, 1 workers"]) > 0
+
+
+@pytest.mark.parametrize("sample", [(), {"text": "abc"}])
+def test_samples_without_a_tensor_are_counted(sample: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lmdb([sample] * 40, "bare.lmdb")
+    assert main(["data", "bench", "bare.lmdb", *QUICK]) == 0
+    table = _table(capsys.readouterr().out)
+    assert _number(table["first pass"]) > 0
+    assert _number(table["from memory"]) > 0
 
 
 @pytest.mark.parametrize("key", ["label", "imag", "7", "['image'][0]", ""])

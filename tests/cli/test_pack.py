@@ -164,12 +164,12 @@ def test_a_bad_item_is_named_and_leaves_nothing(capsys: Captured) -> None:
         ("divided", "--split", "0.5,0.5"),
         ("made", "--check", "full", "--workers", 3),
     ):
-        assert "tree/cat/011.jpg: the JPEG picture" in failed(capsys, "tree", *words)
+        assert "tree/cat/011.jpg: A truncated JPEG of 10 x 12 pixels" in failed(capsys, "tree", *words)
     assert [path for path in Path().rglob("*") if path.is_file() and not path.is_relative_to("tree")] == []
     assert pack("tree", "out", "--skip-bad") == 0
     err = capsys.readouterr().err.splitlines()
     assert err[0] == "2 bad samples were left out:"
-    assert err[1].startswith("  tree/cat/011.jpg: the JPEG")
+    assert err[1].startswith("  tree/cat/011.jpg: A truncated JPEG")
     assert err[2].startswith("  tree/dog/001.jpg: not a picture")
     assert len(stored("out/train.lmdb")) == 32
     assert main(["pack", "tree", "out", "--skip-bad", "--overwrite"]) == 0
@@ -262,6 +262,42 @@ def test_one_bad_sample_is_told_in_the_singular(capsys: Captured) -> None:
     assert capsys.readouterr().err.splitlines()[0] == "1 bad sample was left out:"
 
 
+def test_of_a_shard_that_ends_early_at_least_so_many_samples_are_lost(capsys: Captured) -> None:
+    from tests.data.sources.test_webdataset_shards import shard
+
+    for i in range(8):
+        shard(f"s-{i}.tar", [(f"{i}{k}.cls", b"1") for k in range(9)])
+        if i != 1:
+            Path(f"s-{i}.tar").write_bytes(Path(f"s-{i}.tar").read_bytes()[: 6 * 1024 + 100])
+    assert main(["pack", "s-{0..1}.tar", "a.lmdb", "--skip-bad"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out at least 1 " in " ".join(out.split())
+    lines = err.splitlines()
+    assert lines[-2] == (
+        "At least 1 bad sample was left out; the rest of s-0.tar could not be read, and its samples are lost:"
+    )
+    assert lines[-1].startswith("  s-0.tar, after the key '04': ")
+    assert len(stored("a.lmdb")) == 5 + 9
+    assert pack("s-{0..7}.tar", "b.lmdb", "--skip-bad") == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("At least 7 bad samples were left out; the rest of s-0.tar, s-2.tar, ")
+    assert ", s-5.tar and 2 more could not be read" in first
+
+
+def test_a_damaged_archive_is_refused_as_a_whole(capsys: Captured) -> None:
+    np.savez_compressed("a.npz", x=np.random.default_rng(0).integers(0, 50, 30000))
+    data = bytearray(Path("a.npz").read_bytes())
+    data[len(data) // 2] ^= 4
+    Path("a.npz").write_bytes(data)
+    assert "which of its rows are right cannot be told" in failed(capsys, "a.npz", "out.lmdb", "--skip-bad")
+    assert os.listdir() == ["a.npz"]  # noqa: PTH208
+
+
+def test_what_gives_no_samples_is_told_in_english(capsys: Captured) -> None:
+    Path("seven.py").write_text("samples = 7")
+    assert "seven:samples gave an int: it must give an iterable" in failed(capsys, "seven:samples", "out.lmdb")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -279,9 +315,9 @@ def test_one_bad_sample_is_told_in_the_singular(capsys: Captured) -> None:
         (["a.npy", "out", "--columns", "x"], "columns has no effect on the format npy"),
         (["a.npy", "out", "--trust-pickle"], "trust_pickle has no effect on the format npy"),
         (["a.npy", "out", "--check", "full"], "check has no effect on the format npy"),
-        (["a.npy", "out", "--limit", "0"], "0 is not at least 1"),
-        (["a.npy", "out", "--workers", "x"], "invalid"),
-        (["a.npy", "out", "--quality", "96", "--resize", "9"], "96 is not between 1 and 95"),
+        (["a.npy", "out", "--limit", "0"], "must be at least 1, got 0"),
+        (["a.npy", "out", "--workers", "x"], "invalid whole number value: 'x'"),
+        (["a.npy", "out", "--quality", "96", "--resize", "9"], "must be from 1 to 95, got 96"),
         (["a.npy", "out", "--format", "tar"], "invalid choice"),
         (["a.npy"], "OUT"),
     ],

@@ -14,8 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Served:
     """What the server sends, and what it was asked for; all of it may be changed while it runs.
 
-    ``status`` answers everything with an error. ``stall_at`` stops before that byte until ``go_on`` is set.
-    ``requests`` are the starts and ends of what was asked for with GET, ``None`` for a whole file.
+    ``status`` answers everything with an error, each of ``refusals`` one request. ``stall_at`` stops before
+    that byte until ``go_on`` is set. ``requests`` are the starts and ends of what was asked for with GET, ``None`` for
+    a whole file.
     """
 
     content: bytes
@@ -23,6 +24,7 @@ class Served:
     ranges: bool = True
     tells_size: bool = True
     status: int = 0
+    refusals: list[int] = field(default_factory=list)
     stall_at: int | None = None
     go_on: threading.Event = field(default_factory=threading.Event)
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -47,8 +49,9 @@ def http_server(served: Served) -> Iterator[Served]:
             self._answer(body=True)
 
         def _answer(self, *, body: bool) -> None:
-            if served.status:
-                self.send_error(served.status)
+            refused = served.status or (served.refusals.pop(0) if served.refusals else 0)
+            if refused:
+                self.send_error(refused)
                 return
             content, start, end = served.content, 0, len(served.content)
             found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))

@@ -7,7 +7,6 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_speedkit.data import LMDBDataModule, RingLoader, SpeedkitDataModule
+from lightning_speedkit.data import LMDBDataModule, SpeedkitDataModule
 from lightning_speedkit.data.device.device_transform import DeviceTransform
 from tests.data.child import run_child
 from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
@@ -131,33 +130,6 @@ def test_a_second_fit_with_the_same_objects(tmp_path: Path) -> None:
     assert [sorted(flat(model.seen["train"][i : i + 6])) for i in (0, 6)] == [list(range(24))] * 2
 
 
-def test_settings_of_torchs_loader(tmp_path: Path) -> None:
-    data = Numbers(tmp_path, batch_size=7, loader="torch", num_workers=2, prefetch_factor=5, drop_last=True)
-    data.prepare_data()
-    train, val = data.train_dataloader(), data.val_dataloader()
-    for loader in (train, val):
-        assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (7, 2, 5)
-        assert loader.persistent_workers
-        assert not loader.pin_memory
-    assert (len(train), len(val)) == (3, 1)  # 24 = 3 x 7 + 3; evaluation never drops a sample
-    assert isinstance(train.sampler, DistributedSampler)
-    assert Numbers(tmp_path, loader="torch", pin_memory=True).val_dataloader().pin_memory
-    plain = Numbers(tmp_path, loader="torch").train_dataloader()
-    assert (plain.num_workers, plain.persistent_workers, plain.prefetch_factor) == (0, False, None)
-
-
-def test_settings_of_the_ring_loader(tmp_path: Path) -> None:
-    data = Numbers(tmp_path, batch_size=7, num_workers=2, prefetch_factor=5, drop_last=True, remainder="drop")
-    data.prepare_data()
-    train, val = data.train_dataloader(), data.val_dataloader()
-    for loader in (train, val):
-        assert isinstance(loader, RingLoader)
-        assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (7, 2, 5)
-    assert (len(train), len(val)) == (3, 1)
-    assert (train.order.remainder, val.order.remainder) == ("drop", "exact")
-    assert (train.order.drop_last, val.order.drop_last) == (True, False)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -215,7 +187,7 @@ def test_what_is_no_map_style_dataset_is_named(given: Any, name: str, split: str
         def dataset(self, split: str) -> Any:
             return given
 
-    with pytest.raises(TypeError, match=rf"dataset\('{split}'\) of Given returned a {name}: it must be a map-style"):
+    with pytest.raises(TypeError, match=rf"dataset\('{split}'\) of Given returned an? {name}: it must be a map-style"):
         getattr(Given(), f"{split}_dataloader")()
 
 
@@ -292,25 +264,6 @@ class Draws(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return int(torch.randint(1 << 40, (1,)))
-
-
-def _first_seed(data: SpeedkitDataModule, split: str, rank: int = 0, epoch: int = 0) -> int:
-    data.loader = "torch"
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        distributed_sampler_kwargs={"num_replicas": 2, "rank": rank},
-        current_epoch=epoch,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        state=SimpleNamespace(fn=None),
-    )
-    return int(torch.randint(1 << 40, (1,), generator=getattr(data, f"{split}_dataloader")().generator))
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_workers_numbers_differ_by_seed_rank_and_epoch(split: str) -> None:
-    places = [(seed, rank, epoch) for seed in (0, 1, 2**32 - 1) for rank in (0, 1) for epoch in (0, 1, 5)]
-    found = [_first_seed(Drawing(seed=seed), split, rank, epoch) for seed, rank, epoch in places]
-    assert len(set(found)) == len(places)
-    assert found == [_first_seed(Drawing(seed=seed), split, rank, epoch) for seed, rank, epoch in places]
 
 
 class Drawn(Recorder):
@@ -518,35 +471,6 @@ def test_whole_batches_are_transformed_before_the_module_has_them(
         assert not [warning for warning in recwarn if "on_after_batch_transfer" in str(warning.message)]
 
 
-def test_a_run_that_was_ended_within_an_epoch_says_what_is_skipped(tmp_path: Path) -> None:
-    """5 steps an epoch; stopped by max_steps after 2, and saved when Lightning counts the epoch as done."""
-    first = trainer(max_steps=2, limit_val_batches=0)
-    first.fit(Recorder(), datamodule=Numbers(tmp_path, batch_size=5))
-    first.save_checkpoint(tmp_path / "a.ckpt")
-    model = Recorder()
-    with pytest.warns(UserWarning, match="saved after 10 of the 24 samples of epoch 0, and counts that epoch as done"):
-        trainer(max_epochs=2, limit_val_batches=0).fit(
-            model, datamodule=Numbers(tmp_path, batch_size=5), ckpt_path=tmp_path / "a.ckpt"
-        )
-    assert sorted(flat(model.seen["train"])) == list(range(24))
-
-
-@pytest.mark.parametrize("limit", [2, 0.5])
-def test_epochs_that_are_limited_are_not_called_ended(
-    tmp_path: Path, limit: float, recwarn: pytest.WarningsRecorder
-) -> None:
-    first = trainer(max_epochs=1, limit_train_batches=limit, limit_val_batches=0)
-    first.fit(Recorder(), datamodule=Numbers(tmp_path, batch_size=5))
-    first.save_checkpoint(tmp_path / "a.ckpt")
-    model = Recorder()
-    trainer(max_epochs=2, limit_train_batches=limit, limit_val_batches=0).fit(
-        model, datamodule=Numbers(tmp_path, batch_size=5), ckpt_path=tmp_path / "a.ckpt"
-    )
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
-    assert model.seen["train"] == [order[:5], order[5:10]]
-    assert not [warning for warning in recwarn if "counts that epoch as done" in str(warning.message)]
-
-
 def test_what_is_no_device_transform_is_named(tmp_path: Path) -> None:
     class Lists(Numbers):
         def device_transform(self) -> Any:
@@ -575,6 +499,23 @@ def test_an_evaluation_of_a_checkpoint_leaves_the_next_fit_alone(tmp_path: Path)
     model, data, run = Recorder(), Numbers(tmp_path, batch_size=4), trainer(max_epochs=1)
     run.validate(model, datamodule=data, ckpt_path=tmp_path / "a.ckpt")
     run.fit(model, datamodule=data)
+    assert sorted(flat(model.seen["train"])) == list(range(24))
+
+
+class FailsToStart(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        raise KeyError("before the loaders are made")
+
+
+def test_a_resumed_run_that_fails_leaves_the_next_fit_alone(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, filename="a", every_n_train_steps=3)
+    trainer(max_steps=3, limit_val_batches=0, callbacks=[save], enable_checkpointing=True).fit(
+        Recorder(), datamodule=Numbers(tmp_path, batch_size=4)
+    )
+    model, data = Recorder(), Numbers(tmp_path, batch_size=4)
+    with pytest.raises(KeyError, match="before the loaders"):
+        trainer(max_epochs=1, callbacks=[FailsToStart()]).fit(model, datamodule=data, ckpt_path=tmp_path / "a.ckpt")
+    trainer(max_epochs=1).fit(model, datamodule=data)
     assert sorted(flat(model.seen["train"])) == list(range(24))
 
 

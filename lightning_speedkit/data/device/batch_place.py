@@ -10,6 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from lightning_speedkit.data.argument_checks import a_type
+
 __all__ = ["Place", "checked_place", "place_name", "replace_at", "value_at"]
 
 Place: TypeAlias = int | str | Sequence[int | str] | None
@@ -82,16 +84,12 @@ def _element(batch: Any, key: int | str, lead: str) -> Any:
             return batch[key]
         raise ValueError(f"{lead} has the keys {', '.join(map(repr, batch))}.")
     if not isinstance(batch, list | tuple):
-        raise ValueError(f"{lead} is a {type(batch).__name__}. None stands for the batch itself.")
+        raise ValueError(f"{lead} is {a_type(batch)}. None stands for the batch itself.")
     fields = getattr(batch, "_fields", ())
     if isinstance(key, str):
         if key in fields:
             return batch[fields.index(key)]
-        raise ValueError(f"{lead} is a {type(batch).__name__} {_of(batch, fields)}.")
-    if not -len(batch) <= key < len(batch):
-        raise ValueError(f"{lead} is a {type(batch).__name__} {_of(batch, fields)}.")
-    return batch[key]
-
-
-def _of(batch: Sequence[Any], fields: Sequence[str]) -> str:
-    return f"with the fields {', '.join(map(repr, fields))}" if fields else f"of {len(batch)} elements, by number"
+    elif -len(batch) <= key < len(batch):
+        return batch[key]
+    has = f"with the fields {', '.join(map(repr, fields))}" if fields else f"of {len(batch)} elements, by number"
+    raise ValueError(f"{lead} is {a_type(batch)} {has}.")

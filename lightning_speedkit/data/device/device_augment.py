@@ -26,9 +26,18 @@ from lightning_speedkit.data.device.device_operation import (
     checked_number,
     checked_pair,
     draw_below,
+    draw_chosen,
 )
 
-__all__ = ["RandomCrop", "RandomErase", "RandomFlip", "crop_images", "erase_images", "flip_images"]
+__all__ = [
+    "RandomCrop",
+    "RandomErase",
+    "RandomFlip",
+    "boxes_as_mask",
+    "crop_images",
+    "erase_images",
+    "flip_images",
+]
 
 _DIRECTIONS = {"horizontal": 3, "vertical": 2}
 _TRIES = 10
@@ -147,9 +156,7 @@ class RandomFlip(ImageOperation):
 
     def draw(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Which images are mirrored, bool of shape ``(batch,)``."""
-        return (
-            torch.rand(len(images), generator=generator, device=images.device, dtype=torch.float32) < self.probability
-        )
+        return draw_chosen(images, self.probability, generator)
 
     @override
     def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -198,8 +205,7 @@ class RandomErase(ImageOperation):
         sizes = torch.stack([(area * aspect).sqrt(), (area / aspect).sqrt()]).round().long()
         fits = (sizes[0] <= height) & (sizes[1] <= width)
         first = fits.byte().argmax(dim=1)
-        chosen = torch.rand(count, generator=generator, device=device, dtype=torch.float32) < self.probability
-        erased = fits.any(dim=1) & chosen
+        erased = fits.any(dim=1) & draw_chosen(images, self.probability, generator)
         tall, wide = sizes.gather(2, first.expand(2, -1)[..., None]).squeeze(2) * erased
         top, left = draw_below(height + 1 - tall, generator), draw_below(width + 1 - wide, generator)
         return torch.stack([top, left, tall, wide], dim=1) * erased[:, None]

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.data.argument_checks import a_type, checked_integer
 from lightning_speedkit.data.device.device_augment import boxes_as_mask
 from lightning_speedkit.data.device.device_operation import (
     LabelOperation,
     check_images,
     checked_number,
+    draw_chosen,
     is_channels_last,
 )
 
@@ -43,7 +45,7 @@ def soft_labels(labels: Tensor, classes: int, place: str = "labels") -> Tensor:
             [1., 0., 0.]])
     """
     if not isinstance(labels, Tensor):
-        raise TypeError(f"{place} is a {type(labels).__name__}: labels are a tensor of integers (batch,).")
+        raise TypeError(f"{place} is {a_type(labels)}: labels are a tensor of integers (batch,).")
     if labels.is_floating_point() and labels.ndim == 2 and labels.shape[1] == classes:
         return labels.float()
     if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
@@ -145,11 +147,7 @@ def _taken(images: Tensor, samples: Tensor) -> Tensor:
 
 class _Mix(LabelOperation):
     def __init__(self, classes: int, alpha: float, probability: float) -> None:
-        if isinstance(classes, bool) or not isinstance(classes, int):
-            raise TypeError(f"classes must be an int, got {classes!r}.")
-        if classes < 2:
-            raise ValueError(f"classes must be at least 2, got {classes}.")
-        self.classes = classes
+        self.classes = checked_integer("classes", classes, 2)
         self.alpha = checked_number("alpha", alpha, 0, open_ends=True)
         self.probability = checked_number("probability", probability, 0, 1)
 
@@ -161,8 +159,7 @@ class _Mix(LabelOperation):
         count, device = len(images), images.device
         partners = torch.randperm(count, generator=generator, device=device)
         weights = draw_beta(self.alpha, count, generator, device)
-        mixed = torch.rand(count, generator=generator, device=device, dtype=torch.float32) < self.probability
-        return partners, torch.where(mixed, weights, 1.0)
+        return partners, torch.where(draw_chosen(images, self.probability, generator), weights, 1.0)
 
     def _checked(self, images: Tensor, labels: Tensor) -> Tensor:
         check_images(images)

@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_speedkit.data.argument_checks import a_type
+
 __all__ = [
     "ImageOperation",
     "LabelOperation",
@@ -21,6 +23,7 @@ __all__ = [
     "checked_number",
     "checked_pair",
     "draw_below",
+    "draw_chosen",
     "is_channels_last",
 ]
 
@@ -67,7 +70,7 @@ def check_images(images: object, place: str = "images") -> Tensor:
     ValueError: batch[0] has the shape (8, 3): images have the shape (batch, channels, height, width).
     """
     if not isinstance(images, Tensor):
-        raise TypeError(f"{place} is a {type(images).__name__}: images are a tensor (batch, channels, height, width).")
+        raise TypeError(f"{place} is {a_type(images)}: images are a tensor (batch, channels, height, width).")
     if images.ndim != 4:
         raise ValueError(
             f"{place} has the shape {tuple(images.shape)}: images have the shape (batch, channels, height, width)."
@@ -90,6 +93,15 @@ def draw_below(limits: Tensor, generator: torch.Generator | None) -> Tensor:
     """
     drawn = torch.rand(limits.shape, generator=generator, device=limits.device, dtype=torch.float32)
     return (drawn * limits).long()  # a float32 below 1 times a whole number does not round up to it
+
+
+def draw_chosen(images: Tensor, probability: float, generator: torch.Generator | None) -> Tensor:
+    """Which samples of a batch are chosen, each with that probability; bool of shape ``(batch,)``.
+
+    >>> draw_chosen(torch.zeros(2, 1, 1, 1), 1.0, None).tolist()
+    [True, True]
+    """
+    return torch.rand(len(images), generator=generator, device=images.device, dtype=torch.float32) < probability
 
 
 def checked_number(name: str, value: object, least: float, most: float = math.inf, *, open_ends: bool = False) -> float:

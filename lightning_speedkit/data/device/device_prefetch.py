@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Self, override
 
+from lightning_speedkit.data.argument_checks import a_type, checked_integer
 from lightning_speedkit.data.device.device_copy import CopyUnderWay, CudaCopies
 from lightning_speedkit.errors import HardwareNeedError
 
@@ -71,15 +72,11 @@ class DevicePrefetcher:
         return super().__new__(_StatefulPrefetcher if stateful and cls is DevicePrefetcher else cls)  # type: ignore[return-value]
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str, *, depth: int = 1) -> None:
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise TypeError(f"depth must be an int, got {depth!r}.")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}.")
         if not isinstance(loader, Iterable):
-            raise TypeError(f"loader must be an iterable of batches, got a {type(loader).__name__}.")
+            raise TypeError(f"loader must be an iterable of batches, got {a_type(loader)}.")
         self.loader = loader
         self.device = torch.device(device)
-        self.depth = depth
+        self.depth = checked_integer("depth", depth, 1)
         self._iteration: object = None
         self._handed_out: Any = None
         if self.device.type == "cuda" and not torch.cuda.is_available():

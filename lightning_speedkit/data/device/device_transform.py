@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.device.batch_place import Place, checked_place, place_name, replace_at, value_at
 from lightning_speedkit.data.device.batch_random import batch_generator, contained_random
 from lightning_speedkit.data.device.device_operation import (
@@ -132,14 +133,14 @@ class DeviceTransform:
             return operation(check_images(images, place), generator), labels
         if isinstance(operation, LabelOperation):
             if not isinstance(labels, Tensor):
-                raise TypeError(f"{place_name(self.label)} is a {type(labels).__name__}: labels are a tensor.")
+                raise TypeError(f"{place_name(self.label)} is {a_type(labels)}: labels are a tensor.")
             return operation(check_images(images, place), labels, batch_generator(seed, images.device))
         return _applied_foreign(operation, images, labels, seed, place)
 
 
 def _checked_operations(name: str, operations: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
     if not isinstance(operations, list | tuple):
-        raise TypeError(f"{name} must be a list of operations, got a {type(operations).__name__}.")
+        raise TypeError(f"{name} must be a list of operations, got {a_type(operations)}.")
     for operation in operations:
         if isinstance(operation, type):
             raise TypeError(f"{name} holds the class {operation.__name__}: write {operation.__name__}(...).")
@@ -177,7 +178,7 @@ def _applied_foreign(
             raise LoaderError(f"{operation!r} failed on {what}: {error}.{hint}") from error
     new, labels = result if mixes else (result, labels)
     if not isinstance(new, Tensor):
-        raise LoaderError(f"{operation!r} was given {what} and returned a {type(new).__name__}, not images.")
+        raise LoaderError(f"{operation!r} was given {what} and returned {a_type(new)}, not images.")
     if new.ndim == 0 or len(new) != len(images):
         raise LoaderError(f"{operation!r} was given {what} and returned the shape {tuple(new.shape)}: another batch.")
     if is_channels_last(images) and new.ndim == 4:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_speedkit.data.images.image_header import ImageHeader
+from lightning_speedkit.data.images.png_checksums import check_png
 from lightning_speedkit.errors import ImageError, MissingExtraError
 
 __all__ = ["DECODERS", "Decoder", "check_decoder", "decode_picture", "decoder_for"]
@@ -197,6 +198,8 @@ def _pillow() -> Decode:
 
     def decode(data: memoryview, header: ImageHeader, channels: int, reduction: int) -> Any:
         mode = "L" if channels == 1 else "RGB"
+        if header.format == "PNG":
+            check_png(data)  # Pillow does not compare the checksums of the pixels
         with open_image(io.BytesIO(data), formats=(header.format.upper(),)) as image:
             if header.format == "JPEG":
                 image.draft(mode, (header.width // reduction, header.height // reduction))

@@ -2,63 +2,32 @@
 
 :class:`StoreBatches` serves a plain :class:`LMDBDataset` whose fields have one shape: every field of a batch is
 gathered from the map by one call, an image field is decoded into its row, and no sample is ever made as an object.
-:class:`SampleBatches` serves everything else: samples are made by the dataset, transformed, and collated.
-
-Both are pure functions of (seed, epoch, rank, samples): the random state that a transform draws from is set before each
-batch and put back after it, so a batch is the same whoever makes it, and after a resume.
+:class:`SampleBatches` serves everything else.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-import random
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_speedkit.data.loading.batch_layout import Arena, stow
-from lightning_speedkit.data.loading.collate import collate_into, collate_samples
+from lightning_speedkit.data.loading.batch_layout import Arena
+from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask
+from lightning_speedkit.data.loading.collate import collate_samples
 from lightning_speedkit.data.loading.epoch_order import Integers
 from lightning_speedkit.data.loading.ring import ALIGNMENT
+from lightning_speedkit.data.loading.sample_batches import SampleBatches
 from lightning_speedkit.data.loading.store_window import StoreWindow
 from lightning_speedkit.data.store.leaf_codec import Leaf
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset, sample_rng
 from lightning_speedkit.data.store.sample_codec import Branch
-from lightning_speedkit.errors import LoaderError, SpeedkitError
+from lightning_speedkit.errors import LoaderError
 
-__all__ = ["BatchBuilder", "BatchTask", "SampleBatches", "StoreBatches", "builder_for", "listed", "seeded"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTask:
-    """A batch to be made: its samples, and what its randomness depends on."""
-
-    number: int
-    samples: Integers
-    key: tuple[int, ...]
-    """Seed, epoch, rank and number of the batch: where the global random state of a transform begins."""
-
-
-class BatchBuilder(Protocol):
-    """Makes a batch as a tree (see ``batch_layout``) over the memory of a slot, or without a slot in fresh memory."""
-
-    def slot_bytes(self, batch_size: int) -> int | None:
-        """The memory of a batch, or ``None`` if only a batch shows it."""
-
-    def build(self, task: BatchTask, memory: NDArray[np.uint8] | None, randomness: str) -> tuple[Any, int]:
-        """The tree, and the bytes that its tensors need.
-
-        ``randomness`` says what becomes of the global random state: ``"set"`` by the task's key, ``"put back"``
-        afterwards, or ``"untouched"``, where other threads draw from it.
-        """
+__all__ = ["BatchBuilder", "BatchTask", "SampleBatches", "StoreBatches", "builder_for"]
 
 
 def builder_for(dataset: Any, collate: Callable[[Sequence[Any]], Any] | None) -> BatchBuilder:
@@ -220,81 +189,6 @@ class StoreBatches:
         return out.movedim(-1, 1) if placed is None else placed._replace(channels_last=True)
 
 
-class SampleBatches:
-    """Batches of samples that a map-style dataset makes, collated.
-
-    Errors: a fault of a sample, a transform or ``collate`` is a :class:`LoaderError` that names the sample and has the
-    traceback; its ``__cause__`` is what was raised. The kit's own errors pass as they are.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Any] | None) -> None:
-        self.dataset = dataset
-        self._collate = None if collate is collate_samples else collate
-
-    def slot_bytes(self, batch_size: int) -> None:
-        return None
-
-    def build(self, task: BatchTask, memory: NDArray[np.uint8] | None, randomness: str) -> tuple[Any, int]:
-        with nullcontext() if randomness == "untouched" else seeded(task.key, put_back=randomness == "put back"):
-            samples = self._samples(task)
-            arena = Arena(memory)
-            try:
-                batch = collate_into(samples, arena.empty) if self._collate is None else self._collate(samples)
-            except SpeedkitError:
-                raise
-            except Exception as error:
-                raise LoaderError(f"collate failed for the samples {listed(task.samples)}: {_told(error)}") from error
-        return (batch if memory is None else stow(batch, arena)), arena.wanted_bytes
-
-    def _samples(self, task: BatchTask) -> list[Any]:
-        dataset, indices = self.dataset, task.samples.tolist()
-        if type(dataset) is LMDBDataset:
-            seed, epoch = task.key[0], task.key[1]
-            return [self._one(partial(dataset.sample, i, seed=(seed, epoch)), i) for i in indices]
-        if callable(getattr(dataset, "__getitems__", None)):
-            try:
-                samples = dataset.__getitems__(indices)
-            except SpeedkitError:
-                raise
-            except Exception as error:
-                raise LoaderError(
-                    f"{type(dataset).__name__}.__getitems__ failed for the samples {listed(task.samples)}: "
-                    f"{_told(error)}"
-                ) from error
-            if len(samples) != len(indices):
-                raise LoaderError(
-                    f"{type(dataset).__name__}.__getitems__ gave {len(samples)} samples for {len(indices)} indices."
-                )
-            return list(samples)
-        return [self._one(partial(operator.getitem, dataset, i), i) for i in indices]
-
-    def _one(self, get: Callable[[], Any], index: int) -> Any:
-        try:
-            return get()
-        except SpeedkitError:
-            raise
-        except Exception as error:
-            where = self.dataset.where(index) if type(self.dataset) is LMDBDataset else type(self.dataset).__name__
-            raise LoaderError(f"Sample {index} ({where}): {_told(error)}") from error
-
-
-@contextmanager
-def seeded(key: Sequence[int], *, put_back: bool) -> Iterator[None]:
-    """The global random state of Python, NumPy and torch (CPU), set from a key; as it was afterwards if asked."""
-    words = np.random.SeedSequence(key).generate_state(4, np.uint32).tolist()
-    before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if put_back else None
-    try:
-        random.seed(words[0] << 32 | words[1])
-        np.random.seed(words[2])
-        torch.default_generator.manual_seed(words[3] << 32 | words[0])
-        yield
-    finally:
-        if before is not None:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
-
-
 def _columns(window: StoreWindow, dataset: LMDBDataset) -> list[_Column] | None:
     """How each field is put into a batch, or ``None`` if one of them needs its samples as objects."""
     fields, columns = dataset.leaf_fields(), []
@@ -340,14 +234,3 @@ def _assembled(node: Branch | Leaf, leaves: Iterator[Any]) -> Any:
 
 def _as_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return tensor.view(torch.uint8).view(count, -1) if tensor.dim() > 1 else tensor.view(count, 1).view(torch.uint8)
-
-
-def listed(samples: Integers) -> str:
-    """The first few of these numbers, as text for an error."""
-    shown = ", ".join(map(str, itertools.islice(samples.tolist(), 8)))
-    return f"{shown}, ... ({len(samples)})" if len(samples) > 8 else shown
-
-
-def _told(error: Exception) -> str:
-    text = "".join(traceback.format_exception(error))
-    return f"{type(error).__name__}: {error}\n\n{text}"

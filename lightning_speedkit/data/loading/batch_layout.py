@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_speedkit.data.loading.ring import ALIGNMENT, tensor_at
 
-__all__ = ["Arena", "Placed", "pickled", "restore", "stow", "walk"]
+__all__ = ["Arena", "Placed", "is_plain", "pickled", "restore", "stow", "walk"]
 
 
 class Placed(NamedTuple):
@@ -74,7 +74,7 @@ def stow(batch: Any, arena: Arena) -> Any:
     """The batch with its tensors placed in the arena's buffer; what lies elsewhere is copied there if it fits."""
 
     def place(tensor: torch.Tensor) -> Any:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return tensor
         found = arena.placed(tensor)
         if found is not None:
@@ -114,7 +114,7 @@ def pickled(tree: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.is_conj() or value.is_neg():
+        if not isinstance(value, torch.Tensor) or not is_plain(value) or value.is_conj() or value.is_neg():
             return NotImplemented
         if not value.is_contiguous():
             return NotImplemented
@@ -126,7 +126,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return flat.view(dtype).view(shape)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is nothing but its bytes and shape."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return plain and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lightning_speedkit.data.argument_checks import a_type
+from lightning_speedkit.data.loading.batch_layout import is_plain
+
 __all__ = ["Empty", "collate_into", "collate_samples"]
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -68,7 +71,7 @@ def _collate(values: Sequence[Any], place: str, empty: Empty | None) -> Any:
     if type(first) in _NUMBERS:
         return _numbers(values, place)
     raise TypeError(
-        f"Field {place or 'sample'} is a {type(first).__name__}, which has no batch form: convert it in the dataset's "
+        f"Field {place or 'sample'} is {a_type(first)}, which has no batch form: convert it in the dataset's "
         f"transform, or override collate() of the DataModule."
     )
 
@@ -126,14 +129,8 @@ def _stack(tensors: list[torch.Tensor], place: str, empty: Empty | None) -> torc
     if len(shapes) > 1:
         raise ValueError(f"Field {place or 'sample'} has the shapes {sorted(shapes)} in one batch: {_PAD}")
     _check_one_dtype({tensor.dtype for tensor in tensors}, place)
-    if empty is not None and all(_is_plain(tensor) for tensor in tensors):
+    if empty is not None and all(is_plain(tensor) and not tensor.is_conj() for tensor in tensors):
         out = empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
         return torch.stack(tensors, out=out)
     batch: torch.Tensor = default_collate(tensors)  # in a worker it stacks into shared memory at once
     return batch
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether stacking is nothing but copying bytes."""
-    strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return strided and not tensor.requires_grad and not tensor.is_quantized and not tensor.is_conj()

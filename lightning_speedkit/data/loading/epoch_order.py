@@ -67,11 +67,16 @@ class EpochOrder:
 
     def steps(self, start: int = 0) -> int:
         """How many batches this rank has from a position of the global order on."""
-        steps = self._steps(start)
+        steps = self.global_steps(start)
         if self.remainder == "exact" and steps:
             first, last = self.span(steps - 1, start)
             return steps if self.rank < last - first else steps - 1
         return steps
+
+    def global_steps(self, start: int = 0) -> int:
+        """How many steps all ranks take together; some of them may have nothing in the last one."""
+        full, rest = divmod(self._end(start) - start, self.step_size)
+        return full if self.drop_last or not rest else full + 1
 
     def span(self, step: int, start: int = 0) -> tuple[int, int]:
         """The positions, over all ranks, of a step; with ``"pad"`` the last ones may lie behind the last sample."""
@@ -81,9 +86,9 @@ class EpochOrder:
         if self.remainder == "exact" and 0 < rest < self.world_size and self.batch_size > 1 and not self.drop_last:
             # too few for all ranks: the step before gives up some of its own
             tail = end - self.world_size
-            if step == self._steps(start) - 2:
+            if step == self.global_steps(start) - 2:
                 last = tail
-            elif step == self._steps(start) - 1 and step > 0:
+            elif step == self.global_steps(start) - 1 and step > 0:
                 first = tail
         return first, last
 
@@ -112,10 +117,6 @@ class EpochOrder:
         entry = int(np.searchsorted(starts, min(position, self.samples - 1), side="right")) - 1
         first = entry // self.window_blocks * self.window_blocks
         return first, min(first + self.window_blocks, len(starts) - 1)
-
-    def _steps(self, start: int) -> int:
-        full, rest = divmod(self._end(start) - start, self.step_size)
-        return full if self.drop_last or not rest else full + 1
 
     def block_digest(self) -> int:
         """A number that two orders by blocks share if their blocks and windows are the same; 0 for other orders."""

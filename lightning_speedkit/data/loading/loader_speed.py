@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_speedkit.data.argument_checks import check_seconds
 from lightning_speedkit.data.loading.worker_choice import cpu_count
 from lightning_speedkit.data.settings.loader_trials import bytes_of
 from lightning_speedkit.measure.samples import count_samples
@@ -78,6 +79,7 @@ def measure_loader(loader: Iterable[Any], *, seconds: float = 3.0) -> LoaderSpee
     ``set_epoch`` begins each pass in epoch 0, so that its order is the same one.
 
     Raises:
+        TypeError: ``seconds`` is no number.
         ValueError: ``seconds`` is not above 0, or the loader has no batch.
 
     >>> import torch
@@ -85,8 +87,7 @@ def measure_loader(loader: Iterable[Any], *, seconds: float = 3.0) -> LoaderSpee
     >>> speed.first.samples, speed.first.bytes
     (12, 144)
     """
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"seconds must be above 0 and finite, got {seconds!r}.")
+    check_seconds("seconds", seconds)
     first = _pass(loader, None, seconds)
     if first is None:
         raise ValueError(f"{type(loader).__name__} has no batch to measure.")
@@ -127,45 +128,50 @@ def what_bounds(
     'Python code per sample'
     """
     if memory_bytes and store_bytes > _SHARE_OF_MEMORY * memory_bytes:
-        return Bound(
-            "the disk",
-            "The store does not fit in memory, so each epoch reads it anew. Put it on a local NVMe disk "
-            "(stage_to_local), or store less per sample.",
-        )
+        return _DISK_READS
     if plain is not None and warm.samples_per_second < _SLOWED * plain.samples_per_second:
         if decoded is not None:
             decoding = _sample_seconds(decoded) - _sample_seconds(plain)
             work = "decoding" if decoding >= _sample_seconds(warm) - _sample_seconds(decoded) else "transform"
-        if work == "decoding":
-            return Bound(
-                "decoding on the CPU",
-                "Store the pictures at about the size that is trained on, install simplejpeg, or give it more cores.",
-            )
-        return Bound(
-            "the Python transform",
-            "Do it for whole batches on the device (DeviceTransform), once while packing, or with more workers.",
-        )
+        return _DECODING if work == "decoding" else _TRANSFORM
     if warm.bytes_per_second >= _SHARE_OF_COPY * copy_bytes_per_second:
-        return Bound(
-            "memory copy",
-            "More workers gain little. Fewer bytes per sample do: uint8 instead of float32, or a smaller size.",
-        )
-    if python and (work == "transform" or decoded is not None):
-        return Bound(
-            "Python code per sample",
-            "The transform does little itself, but with one each sample passes through Python: do it for whole batches "
-            "on the device (DeviceTransform), or once while packing.",
-        )
+        return _COPY
     if python:
-        return Bound(
-            "Python code per sample",
-            "Samples of one size and type are copied without Python: pad or resize them while packing, and leave out "
-            "what is not trained on. Pictures are decoded without it by an ImageField.",
-        )
-    return Bound(
-        "handing out batches",
-        "A larger batch costs less per sample. If other programs use the cores, measure again without them.",
-    )
+        return _PYTHON_FOR_A_TRANSFORM if work == "transform" or decoded is not None else _PYTHON
+    return _HANDING_OUT
+
+
+_DISK_READS = Bound(
+    "the disk",
+    "The store does not fit in memory, so each epoch reads it anew. Put it on a local NVMe disk (stage_to_local), or "
+    "store less per sample.",
+)
+_DECODING = Bound(
+    "decoding on the CPU",
+    "Store the pictures at about the size that is trained on, install simplejpeg, or give it more cores.",
+)
+_TRANSFORM = Bound(
+    "the Python transform",
+    "Do it for whole batches on the device (DeviceTransform), once while packing, or with more workers.",
+)
+_COPY = Bound(
+    "memory copy",
+    "More workers gain little. Fewer bytes per sample do: uint8 instead of float32, or a smaller size.",
+)
+_PYTHON_FOR_A_TRANSFORM = Bound(
+    "Python code per sample",
+    "The transform does little itself, but with one each sample passes through Python: do it for whole batches on the "
+    "device (DeviceTransform), or once while packing.",
+)
+_PYTHON = Bound(
+    "Python code per sample",
+    "Samples of one size and type are copied without Python: pad or resize them while packing, and leave out what is "
+    "not trained on. Pictures are decoded without it by an ImageField.",
+)
+_HANDING_OUT = Bound(
+    "handing out batches",
+    "A larger batch costs less per sample. If other programs use the cores, measure again without them.",
+)
 
 
 def first_pass_bound(speed: LoaderSpeed, *, disk_bytes_per_second: float | None) -> str:
@@ -210,7 +216,21 @@ def _pass(loader: Iterable[Any], batches: int | None, seconds: float) -> LoaderP
     if count == 0:
         return None
     elapsed = max(time.perf_counter() - begin, 1e-9)
+    samples = _told_samples(loader, count) or samples
     return LoaderPass(batches=count, samples=samples, bytes=size, seconds=elapsed, seconds_start=seconds_start)
+
+
+def _told_samples(loader: Any, batches: int) -> int | None:
+    """The samples of the first batches of a loader that has a batch size and reads a known number of samples.
+
+    A batch itself does not tell if it holds text, samples of different sizes, or nothing at all.
+    """
+    size = getattr(loader, "batch_size", None)
+    samples: Any = getattr(loader, "sampler", getattr(loader, "dataset", None))
+    ranks = getattr(getattr(loader, "order", None), "world_size", 1)
+    if not isinstance(size, int) or not hasattr(samples, "__len__") or ranks > 1:
+        return None
+    return min(batches * size, len(samples))
 
 
 def _ahead(loader: Any) -> int:

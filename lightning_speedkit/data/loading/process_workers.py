@@ -2,8 +2,9 @@
 
 The tensors of a batch are written where the training process reads them. Only a small description travels, down a pipe;
 what is no tensor travels pickled. A batch depends on its task alone, so a worker that dies is started again and its
-batches are made anew; twice in a row with the same batch is an error. Workers end when the loader is closed, when the
-training process ends in whatever way, and never because of Ctrl-C, which is for the training process.
+batches are made anew; twice in a row with the same batch is an error, and so is a worker that cannot begin. Workers end
+when the loader is closed, when the training process ends in whatever way, and never because of Ctrl-C, which is for the
+training process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import pickle
 import signal
 import socket
 import time
-import traceback
 import warnings
 import weakref
 from collections import deque
@@ -22,21 +22,22 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from lightning_speedkit.data.loading.batch_builder import BatchBuilder, BatchTask, listed
-from lightning_speedkit.data.loading.batch_layout import pickled
-from lightning_speedkit.data.loading.epoch_order import Integers
-from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
+from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask, listed
+from lightning_speedkit.data.loading.quiet_start import start_quietly
 from lightning_speedkit.data.loading.ring import Ring, SharedMemory
-from lightning_speedkit.errors import LoaderError, SpeedkitError
+from lightning_speedkit.data.loading.worker_process import Failure, index_area, work
+from lightning_speedkit.errors import LoaderError
 
 __all__ = ["ProcessWorkers"]
 
-_LOOK = 5.0  # seconds between two looks whether the process at the other end is still there
+_LOOK = 5.0  # seconds between two looks whether the workers are still there
 _ENDING = 5.0  # seconds the workers are given to end before they are killed
+
+_CANNOT_BEGIN = (
+    "It had not begun; what stopped it is printed above. A worker that is not forked imports the script that was "
+    'started: what a script does must stand under `if __name__ == "__main__":`, and one that is read from standard '
+    "input cannot be imported. Or take start_method='fork', or workers='threads' or 'inline'."
+)
 
 
 class ProcessWorkers:
@@ -74,7 +75,7 @@ class ProcessWorkers:
             self._receive()
         self._tasks.pop(number)
         found = self._results.pop(number)
-        if isinstance(found, _Failure):
+        if isinstance(found, Failure):
             raise found.error()
         tree: tuple[Any, int] = pickle.loads(found)  # noqa: S301  # of our own worker
         return tree
@@ -101,13 +102,19 @@ class ProcessWorkers:
         inherited = [worker.pipe for worker in self._workers] + [ours]
         forks = self._context.get_start_method() == "fork"
         process = self._context.Process(
-            target=_work,
+            target=work,
             args=(theirs, *self._arguments, inherited if forks else []),
             name="speedkit-loader",
             daemon=True,
         )
         try:
             start_quietly(process)
+        except (AssertionError, OSError) as error:
+            ours.close()
+            raise LoaderError(
+                f"A worker cannot be started: {error}. Take workers='threads' or 'inline', or fewer "
+                f"workers if the machine is at a limit."
+            ) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             ours.close()
             raise LoaderError(
@@ -122,7 +129,7 @@ class ProcessWorkers:
         worker.numbers.append(number)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: _receive finds out
             task, slot = self._tasks[number]
-            _index_area(self._ring.memory(slot), len(task.samples))[:] = task.samples
+            index_area(self._ring.memory(slot), len(task.samples))[:] = task.samples
             worker.pipe.send((task.number, task.key, len(task.samples), slot))
 
     def _receive(self) -> None:
@@ -141,6 +148,9 @@ class ProcessWorkers:
             except (EOFError, ConnectionResetError, OSError):
                 self._replace(worker)
                 continue
+            worker.begun = True
+            if number is None:  # it has told just that
+                continue
             worker.numbers.remove(number)
             self._deaths.pop(number, None)
             self._results[number] = data
@@ -148,19 +158,29 @@ class ProcessWorkers:
     def _replace(self, dead: _Worker) -> None:
         numbers = [number for number in dead.numbers if number in self._tasks]
         told = _end_of(dead)
+        place = self._workers.index(dead)
+        del self._workers[place]  # also if no other can be started
+        if not dead.begun and dead.process.exitcode >= 0 and self._context.get_start_method() != "fork":
+            failed = Failure(LoaderError(f"{told} {_CANNOT_BEGIN}"))  # as any other would
+            self._results.update(dict.fromkeys(numbers, failed))
+            return
+        try:
+            new = self._start()
+        except LoaderError as error:
+            raise LoaderError(f"{told} {error}") from error.__cause__
+        self._workers.insert(place, new)
         first = numbers[0] if numbers else None  # what it was at when it died
         if first is not None:
             self._deaths[first] = self._deaths.get(first, 0) + 1
         if first is not None and self._deaths[first] > 1:
             samples = listed(self._tasks[first][0].samples)
-            error = LoaderError(f"{told} It happened for the second time with the batch of the samples {samples}.")
-            self._results[numbers.pop(0)] = _Failure(error)
-        else:
-            warnings.warn(f"{told} It is started again, and its batches are made anew.", RuntimeWarning, stacklevel=2)
-        new = self._start()
-        self._workers[self._workers.index(dead)] = new
+            failure = LoaderError(f"{told} It happened for the second time with the batch of the samples {samples}.")
+            self._results[numbers.pop(0)] = Failure(failure)
+            told = ""
         for number in numbers:
             self._send(new, number)
+        if told:
+            warnings.warn(f"{told} It is started again, and its batches are made anew.", RuntimeWarning, stacklevel=2)
 
 
 class _Worker:
@@ -168,76 +188,7 @@ class _Worker:
         self.process = process
         self.pipe = pipe
         self.numbers: deque[int] = deque()
-
-
-class _Failure:
-    """An exception on its way to the training process, with its traceback as text if it cannot be pickled."""
-
-    def __init__(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        try:
-            self._pickled: bytes | None = pickle.dumps(error)
-            pickle.loads(self._pickled)  # noqa: S301  # made a line before
-        except Exception:
-            self._pickled = None
-        self._message = str(error) if isinstance(error, SpeedkitError) else text
-
-    def error(self) -> BaseException:
-        if self._pickled is not None:
-            error = pickle.loads(self._pickled)  # noqa: S301  # of our own worker
-            if isinstance(error, SpeedkitError):
-                return error
-        return LoaderError(f"A worker of the loader failed:\n{self._message}")
-
-
-def _work(
-    pipe: Connection,
-    builder: BatchBuilder,
-    shared: SharedMemory,
-    slots: int,
-    slot_bytes: int,
-    inherited: list[Connection],
-) -> None:
-    """A worker's life: takes tasks from its pipe until the other end is closed."""
-    parent = os.getppid()  # the training process, or the fork server
-    ignore_interrupts()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:
-        other.close()
-    torch.set_num_threads(1)
-    ring = Ring(slots, slot_bytes, shared=shared)
-    while True:
-        try:
-            while not pipe.poll(_LOOK):
-                if os.getppid() != parent:
-                    return
-            number, key, count, slot = pipe.recv()
-        except (EOFError, OSError):
-            return
-        memory = ring.memory(slot)
-        samples = _index_area(memory, count)
-        task = BatchTask(number, samples.copy(), key)
-        try:
-            answer: Any = pickled(builder.build(task, memory[: -samples.nbytes], "set"))
-        except BaseException as error:
-            answer = _Failure(error)
-            if not isinstance(error, Exception):  # SystemExit and the like end this worker after it has told
-                _send(pipe, (task.number, answer))
-                raise
-        if not _send(pipe, (task.number, answer)):
-            return
-
-
-def _index_area(memory: NDArray[np.uint8], count: int) -> Integers:
-    return memory[len(memory) - 8 * count :].view(np.int64)
-
-
-def _send(pipe: Connection, message: Any) -> bool:
-    try:
-        pipe.send(message)
-    except OSError:
-        return False
-    return True
+        self.begun = False
 
 
 def _end(workers: list[_Worker], owner: int) -> None:

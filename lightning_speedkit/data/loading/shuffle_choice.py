@@ -5,15 +5,25 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.measure import read_hardware
 
-__all__ = ["choose_shuffle"]
+__all__ = ["choose_shuffle", "is_store"]
 
 _logger = logging.getLogger(__name__)
 _SHARE_OF_RAM = 0.5  # a store above it is read in block order
 _WINDOW_BYTES = 1 << 30  # of a window of blocks; a constant, since hosts of unlike memory must agree on the order
 _LARGEST_PERMUTATION = 1 << 24
+
+
+def is_store(dataset: Any) -> bool:
+    """Whether the samples of a dataset are those of a store, by the same numbers; a subclass may have others.
+
+    >>> is_store([1, 2, 3])
+    False
+    """
+    return isinstance(dataset, LMDBDataset) and type(dataset).__len__ is LMDBDataset.__len__
 
 
 def choose_shuffle(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[str, Any]]:
@@ -25,9 +35,10 @@ def choose_shuffle(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[s
     allowed = (False, True, "full", "blocks")
     if not any(shuffle is value or (isinstance(value, str) and shuffle == value) for value in allowed):
         raise ValueError(f"shuffle must be False, True, 'full' or 'blocks', got {shuffle!r}.")
-    if not isinstance(dataset, LMDBDataset):
+    if not is_store(dataset):
         if shuffle == "blocks":
-            raise ValueError(f"shuffle='blocks' needs an LMDBDataset, got a {type(dataset).__name__}; use 'full'.")
+            own = " with a length of its own" if isinstance(dataset, LMDBDataset) else ""
+            raise ValueError(f"shuffle='blocks' needs an LMDBDataset, got {a_type(dataset)}{own}; use 'full'.")
         return ("full" if shuffle else "none"), True, {}
     size, memory = dataset.path.stat().st_size, read_hardware("cpu").memory_bytes
     fits = not memory or size <= _SHARE_OF_RAM * memory

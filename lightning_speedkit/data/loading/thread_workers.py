@@ -59,7 +59,8 @@ class ThreadWorkers:
         self._done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._under_way = 0
-        arguments = (self._tasks, self._done, builder, threading.Barrier(workers + 1))
+        started = threading.Barrier(workers + 1)
+        arguments = (self._tasks, self._done, builder, started)
         self._threads = [
             threading.Thread(target=_work, args=arguments, name=f"speedkit-loader-{i}", daemon=True)
             for i in range(workers)
@@ -67,11 +68,17 @@ class ThreadWorkers:
         # At exit too: a daemon thread that is still at work when Python ends takes the process with it.
         self._close = weakref.finalize(self, _end, self._tasks, self._threads)
         before = torch.get_num_threads()
-        for thread in self._threads:
-            thread.start()
-        arguments[-1].wait()
-        if _counts_threads():
-            torch.set_num_threads(before)  # what new threads begin with; see _work
+        try:
+            for thread in self._threads:
+                thread.start()
+            started.wait()
+        except BaseException:  # interrupted: a thread that waits for the others would be waited for at exit
+            started.abort()
+            self._close()
+            raise
+        finally:
+            if _counts_threads():
+                torch.set_num_threads(before)  # what new threads begin with; see _work
 
     def submit(self, task: BatchTask, slot: int | None) -> None:
         """Hand a task to the next free thread."""
@@ -126,7 +133,10 @@ def _work(tasks: Any, done: Any, builder: BatchBuilder, started: threading.Barri
     if _counts_threads():
         torch.get_num_threads()  # the first use in a thread sets its number, also if it was set before
         torch.set_num_threads(1)
-    started.wait()
+    try:
+        started.wait()
+    except threading.BrokenBarrierError:
+        return
     while (item := tasks.get()) is not None:
         task, memory = item
         try:
@@ -148,5 +158,6 @@ def _end(tasks: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None
     for _ in threads:
         tasks.put(None)
     for thread in threads:
-        if thread is not threading.current_thread():  # the collector runs anywhere
+        # The collector runs anywhere, and an interrupted start leaves threads that were never started.
+        if thread is not threading.current_thread() and thread.is_alive():
             thread.join()

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_speedkit.data.loading.batch_builder import BatchBuilder, BatchTask, StoreBatches, seeded
+from lightning_speedkit.data.loading.batch_builder import StoreBatches
+from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask, seeded
 from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
 
 __all__ = ["WORKERS", "WorkerChoice", "choose_workers", "cpu_count"]
@@ -61,20 +62,24 @@ def choose_workers(
     start_method: str | None = None,
 ) -> WorkerChoice:
     """The kind and number of workers; what the caller has set is kept. ``tasks`` are the first of ``steps`` batches."""
-    cores = cpu_count()
     if kind == "inline" or (workers == 0 and kind == "auto"):
         return WorkerChoice("inline", 0, "it was asked for")
+    count = workers or min(cpu_count(), _most(builder))
     if kind != "auto":
-        return WorkerChoice(
-            kind, workers or min(cores, 4 if isinstance(builder, StoreBatches) else 8), "it was asked for"
-        )
+        return WorkerChoice(kind, count, "it was asked for")
     if isinstance(builder, StoreBatches):
-        count = min(cores, 16 if builder.decodes else 4)  # a few threads reach what the memory can copy
         work = "decoding" if builder.decodes else "copying"
-        return WorkerChoice("threads", workers or count, f"{work} releases the GIL")
-    choice = _measured(builder, tasks, steps, workers or min(cores, 8), start_method)
+        return WorkerChoice("threads", count, f"{work} releases the GIL")
+    choice = _measured(builder, tasks, steps, count, start_method)
     _logger.info("Batches are made by %s (%s workers): %s.", choice.kind, choice.workers, choice.reason)
     return choice
+
+
+def _most(builder: BatchBuilder) -> int:
+    """More workers than these are taken only if they are asked for."""
+    if isinstance(builder, StoreBatches):
+        return 16 if builder.decodes else 4  # a few threads reach what the memory can copy
+    return 8
 
 
 def _measured(
@@ -82,15 +87,14 @@ def _measured(
 ) -> WorkerChoice:
     probe = _probe_elsewhere(builder, tasks[:_BATCHES], start_method)
     if probe is None:
-        return WorkerChoice("inline", 0, "the dataset cannot be sent to a process, or failed in one")
+        return WorkerChoice("inline", 0, "no process can be had, or the dataset cannot be sent to one or failed in it")
     cost = f"{1e3 * probe.seconds_per_batch:.1f} ms a batch"
     if probe.seconds_per_batch * steps < _CHEAP * 100 or probe.seconds_per_batch < _CHEAP:
         return WorkerChoice("inline", 0, f"{cost} are less than sending them costs")
     if probe.draws_random_numbers:
         return WorkerChoice("processes", workers, f"{cost}, drawn from the global random state")
-    if probe.thread_speedup >= _SIDE_BY_SIDE:
-        return WorkerChoice("threads", workers, f"{cost}, {probe.thread_speedup:.1f} times as many by two threads")
-    return WorkerChoice("processes", workers, f"{cost}, {probe.thread_speedup:.1f} times as many by two threads")
+    kind = "threads" if probe.thread_speedup >= _SIDE_BY_SIDE else "processes"
+    return WorkerChoice(kind, workers, f"{cost}, {probe.thread_speedup:.1f} times as many by two threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,9 @@ def _probe_elsewhere(builder: BatchBuilder, tasks: list[BatchTask], start_method
     process = context.Process(target=_probe_and_send, args=(theirs, builder, tasks), daemon=True)
     try:
         start_quietly(process)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
+    except (pickle.PicklingError, AttributeError, TypeError, AssertionError, OSError):
+        ours.close()
+        return None  # not to be sent; or a daemonic process, which may start none; or a limit of the machine
     finally:
         theirs.close()
     try:

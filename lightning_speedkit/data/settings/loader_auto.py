@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch.utils.data import DataLoader, SequentialSampler
 from typing_extensions import override
 
+from lightning_speedkit.data.argument_checks import check_seconds, checked_integer
 from lightning_speedkit.data.settings.loader_settings import LoaderSettings
 from lightning_speedkit.data.settings.settled_loader import SettledLoader, settle, why_not_settled
 from lightning_speedkit.data.settings.suggest_loader import suggest_loader
@@ -121,16 +122,9 @@ class LoaderSettingsSearch(Callback):
 
     def __init__(self, seconds: float = 5.0, max_workers: int | None = None) -> None:
         super().__init__()
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"seconds must be a number, got {seconds!r}.")
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"seconds must be above 0 and finite, got {seconds}.")
-        if max_workers is not None and (isinstance(max_workers, bool) or not isinstance(max_workers, int)):
-            raise TypeError(f"max_workers must be an int or None, got {max_workers!r}.")
-        if max_workers is not None and max_workers < 0:
-            raise ValueError(f"max_workers must be at least 0, got {max_workers}.")
+        check_seconds("seconds", seconds)
         self.seconds = seconds
-        self.max_workers = max_workers
+        self.max_workers = None if max_workers is None else checked_integer("max_workers", max_workers, 0)
         self.settings: tuple[LoaderSettings | None, ...] = ()
         self._decisions: list[Decision] | None = None
         self._settled: list[SettledLoader] = []
@@ -160,12 +154,17 @@ class LoaderSettingsSearch(Callback):
     def _put_back(self) -> None:
         if self._undo is not None:
             self._undo()
+        self._undo = None
+        self._close_settled()
+
+    def _close_settled(self) -> None:
         for loader in self._settled:
             loader.close()
-        self._undo, self._settled = None, []
+        self._settled.clear()
 
     def _changed(self, trainer: pl.Trainer, loaders: Any) -> Any:
-        """The loaders with other settings, in the structure in which they came."""
+        """The loaders with other settings, in the structure in which they came, in place of those of before."""
+        self._close_settled()
         combined = copy.copy(loaders) if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
         flat = list(combined.flattened)
         if self._decisions is None or len(self._decisions) != len(flat):

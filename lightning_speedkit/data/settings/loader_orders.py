@@ -20,11 +20,14 @@ class EndlessOrder:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self.last: list[int] = []
+        """The indices that were given out last."""
 
     def __iter__(self) -> Iterator[Any]:
         indices = self._indices()
         while True:
-            yield next(indices) if self._batch_size is None else [next(indices) for _ in range(self._batch_size)]
+            self.last = [next(indices) for _ in range(self._batch_size or 1)]
+            yield self.last[0] if self._batch_size is None else self.last
 
     def _indices(self) -> Iterator[int]:
         random = np.random.default_rng(self._seed)

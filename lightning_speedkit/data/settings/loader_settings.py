@@ -19,7 +19,8 @@ PREFETCH, MORE_PREFETCH = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTrial:
-    """One setting, measured. ``failure`` says why there is no number; it is empty otherwise.
+    """One setting, measured. ``failure`` says why there is no number; it is empty otherwise. ``to_try`` is what fails,
+    as Python: a sample, or a batch of samples of which each loads alone; it is empty where that is not known.
 
     ``seconds_start`` lie between asking for an iterator and its first batch, and are no part of the rate.
     ``worker_bytes`` is the memory that a worker shares with nobody, of the largest one; 0 where it is not known.
@@ -32,6 +33,7 @@ class LoaderTrial:
     batch_bytes: int = 0
     worker_bytes: int = 0
     failure: str = ""
+    to_try: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

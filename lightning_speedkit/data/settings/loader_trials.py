@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_speedkit.data.loading.batch_task import message_of
 from lightning_speedkit.data.settings.loader_orders import EndlessOrder
 from lightning_speedkit.data.settings.loader_settings import LoaderLimits, LoaderTrial, next_trial
 
@@ -164,14 +165,18 @@ def _with_short_batches(job: LoaderJob, seconds: float) -> LoaderJob:
     """The job with batches of so few samples that several of them are loaded in that time."""
     if job.batch_size is None:
         return job
-    samples = iter(_loader(dataclasses.replace(job, batch_size=1), 0, 0, seed=0))
-    next(samples)  # opens files
+    single = dataclasses.replace(job, batch_size=1)
+    samples = iter(_loader(single, 0, 0, seed=0))
     times: list[float] = []
-    begin = time.perf_counter()
-    while not times or (len(times) < _PROBES and time.perf_counter() - begin < seconds):
-        start = time.perf_counter()
-        next(samples)
-        times.append(time.perf_counter() - start)
+    try:
+        next(samples)  # opens files
+        begin = time.perf_counter()
+        while not times or (len(times) < _PROBES and time.perf_counter() - begin < seconds):
+            start = time.perf_counter()
+            next(samples)
+            times.append(time.perf_counter() - start)
+    except Exception:
+        return single  # the first trial reads the same samples, and tells what is wrong
     fitting = seconds / 4 / max(min(times), 1e-9)
     return dataclasses.replace(job, batch_size=min(job.batch_size, max(1, int(fitting))))
 
@@ -179,9 +184,11 @@ def _with_short_batches(job: LoaderJob, seconds: float) -> LoaderJob:
 def _trial(job: LoaderJob, workers: int, prefetch: int, *, seconds: float, seed: int) -> LoaderTrial:
     factor = prefetch if workers else None
     iterator: Any = None
+    loader: DataLoader[Any] | None = None
     try:
         start = time.perf_counter()
-        iterator = iter(_loader(job, workers, prefetch, seed))
+        loader = _loader(job, workers, prefetch, seed)
+        iterator = iter(loader)
         size = bytes_of(next(iterator))
         seconds_start = time.perf_counter() - start
         rate = _batches_per_second(iterator, max(workers, 1), seconds)
@@ -194,9 +201,22 @@ def _trial(job: LoaderJob, workers: int, prefetch: int, *, seconds: float, seed:
             worker_bytes=max((_private_bytes(child.pid) for child in multiprocessing.active_children()), default=0),
         )
     except Exception as error:
-        return LoaderTrial(num_workers=workers, prefetch_factor=factor, failure=_text(error))
+        to_try = "" if workers or loader is None else _to_try(job, loader)
+        return LoaderTrial(num_workers=workers, prefetch_factor=factor, failure=_text(error), to_try=to_try)
     finally:
         del iterator  # ends the workers
+
+
+def _to_try(job: LoaderJob, loader: DataLoader[Any]) -> str:
+    """What fails in the batch that was asked for last, as Python, from loading its samples one by one."""
+    order: Any = loader.sampler if job.batch_size is None else loader.batch_sampler
+    for index in order.last:
+        try:
+            job.dataset[index]
+        except Exception:
+            return f"dataset[{index}]"
+    collate = "collate_fn" if job.collate_fn else "default_collate"
+    return f"{collate}([dataset[i] for i in {order.last}])" if job.batch_size else ""
 
 
 def _batches_per_second(iterator: Iterator[Any], together: int, seconds: float) -> float:
@@ -239,6 +259,6 @@ def _private_bytes(pid: int | None) -> int:
 def _text(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-    message = str(error).strip().splitlines()
+    message = message_of(error).strip().splitlines()
     # what a worker raised comes as the text of its traceback, whose last line has the error
     return f"{type(error).__name__}: {message[-1] if message else 'no message'}{place}"

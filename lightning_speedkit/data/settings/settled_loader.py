@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.settings.loader_orders import BegunOrder, HandedOrder
 from lightning_speedkit.data.settings.loader_settings import LoaderSettings
 
@@ -132,7 +133,7 @@ def why_not_settled(loader: object) -> str:
     if isinstance(loader.dataset, IterableDataset):
         return "an IterableDataset may give each sample to several workers"
     if not hasattr(loader.dataset, "__len__"):
-        return f"a {type(loader.dataset).__name__} has no length"
+        return f"{a_type(loader.dataset)} has no length"
     return ""
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
+from lightning_speedkit.data.argument_checks import check_choice, check_seconds, checked_integer
 from lightning_speedkit.data.settings.loader_settings import LoaderLimits, LoaderSettings, choose_trial
 from lightning_speedkit.data.settings.loader_trials import LoaderJob, run_trials
 from lightning_speedkit.errors import LoaderError
@@ -69,23 +70,23 @@ def suggest_loader(
         ValueError: The dataset is empty, or an argument is out of range.
         LoaderError: No sample could be loaded.
 
+    >>> import torch
     >>> dataset = torch.utils.data.TensorDataset(torch.zeros(64, 8))
     >>> settings = suggest_loader(None, dataset, max_workers=0, seconds=0.1)
     >>> torch.utils.data.DataLoader(dataset, batch_size=32, **settings.arguments()).num_workers
     0
     """
     _check_dataset(dataset)
-    _check_numbers(batch_size=batch_size, max_workers=max_workers, loaders_on_machine=loaders_on_machine)
-    _check_rest(hardware, multiprocessing_context, seconds, patience_seconds)
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a Hardware or None, got {type(hardware).__name__}; use read_hardware().")
+    check_choice("multiprocessing_context", multiprocessing_context, (None, *get_all_start_methods()))
+    check_seconds("seconds", seconds)
+    check_seconds("patience_seconds", patience_seconds)
     hardware = hardware or read_hardware()
-    limits = LoaderLimits(
-        max_workers=hardware.cpu_count // loaders_on_machine if max_workers is None else max_workers,
-        memory_bytes=_share_of(_free_memory_bytes(hardware), loaders_on_machine),
-        shared_bytes=_share_of(_free_shared_bytes(), loaders_on_machine),
-    )
+    limits = _limits(hardware, max_workers, checked_integer("loaders_on_machine", loaders_on_machine, 1))
     job = LoaderJob(
         dataset=dataset,
-        batch_size=batch_size,
+        batch_size=None if batch_size is None else checked_integer("batch_size", batch_size, 1),
         collate_fn=collate_fn,
         worker_init_fn=worker_init_fn,
         start_method=multiprocessing_context,
@@ -94,8 +95,9 @@ def suggest_loader(
     trials = run_trials(job, limits, seconds=seconds, patience=patience_seconds)
     if trials[0].failure:
         raise LoaderError(
-            f"No batch of {type(dataset).__name__} could be loaded to measure it: {trials[0].failure}. Load "
-            f"dataset[0] by hand and see what happens; a dataset that cannot be read by a worker needs num_workers=0."
+            f"No batch of {type(dataset).__name__} could be loaded to measure it: {trials[0].failure}. Try "
+            f"{trials[0].to_try or 'dataset[0]'} by hand and see what happens; a dataset that cannot be read by a "
+            f"worker needs num_workers=0."
         )
     chosen, reason = choose_trial(trials, prefer_workers=hardware.accelerator != "cpu")
     return LoaderSettings(
@@ -110,31 +112,14 @@ def suggest_loader(
     )
 
 
-def _check_numbers(*, batch_size: int | None, max_workers: int | None, loaders_on_machine: int | None) -> None:
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("max_workers", max_workers, 0),
-        ("loaders_on_machine", loaders_on_machine, 1),
-    ):
-        if value is None and name != "loaders_on_machine":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}.")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
-
-
-def _check_rest(hardware: Any, context: Any, seconds: Any, patience: Any) -> None:
-    if hardware is not None and not isinstance(hardware, Hardware):
-        raise TypeError(f"hardware must be a Hardware or None, got {type(hardware).__name__}; use read_hardware().")
-    for name, value in (("seconds", seconds), ("patience_seconds", patience)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}.")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be above 0 and finite, got {value}.")
-    methods = torch.multiprocessing.get_all_start_methods()
-    if context is not None and context not in methods:
-        raise ValueError(f"multiprocessing_context must be None or one of {', '.join(methods)}, got {context!r}.")
+def _limits(hardware: Hardware, max_workers: int | None, loaders: int) -> LoaderLimits:
+    """What one of so many loaders may take."""
+    max_workers = None if max_workers is None else checked_integer("max_workers", max_workers, 0)
+    return LoaderLimits(
+        max_workers=hardware.cpu_count // loaders if max_workers is None else max_workers,
+        memory_bytes=_share_of(_free_memory_bytes(hardware), loaders),
+        shared_bytes=_share_of(_free_shared_bytes(), loaders),
+    )
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lightning_speedkit.data.store.lmdb_format import open_for_reading, read_seal
 from lightning_speedkit.errors import SourceError
+from lightning_speedkit.facts.codec import write_json
 
 __all__ = ["classes_path", "holds_class_names", "read_classes", "write_classes"]
 
@@ -24,7 +25,7 @@ def classes_path(store: str | os.PathLike[str]) -> Path:
     >>> str(classes_path("data/train.lmdb"))
     'data/train.classes.json'
     """
-    path = Path(store)
+    path = Path(store).expanduser()
     return path.with_name(path.name.removesuffix(".lmdb") + ".classes.json")
 
 
@@ -36,7 +37,7 @@ def read_classes(store: str | os.PathLike[str]) -> tuple[str, ...] | None:
         StoreNotFoundError: there is no store.
     """
     path = classes_path(store)
-    fingerprint = _fingerprint(Path(store))
+    fingerprint = _fingerprint(store)
     try:
         classes, written_for = _parsed(path.read_bytes())
     except FileNotFoundError:
@@ -70,16 +71,7 @@ def write_classes(store: str | os.PathLike[str], classes: Sequence[str]) -> None
     if not classes:
         path.unlink(missing_ok=True)
         return
-    content = {"fingerprint": _fingerprint(Path(store)), "classes": list(classes)}
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="ascii") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_json(json.dumps({"fingerprint": _fingerprint(store), "classes": list(classes)}, indent=1), path)
 
 
 def _parsed(content: bytes) -> tuple[tuple[str, ...], object]:
@@ -88,9 +80,10 @@ def _parsed(content: bytes) -> tuple[tuple[str, ...], object]:
     return tuple(map(str, told["classes"])), told["fingerprint"]
 
 
-def _fingerprint(store: Path) -> str:
-    file = open_for_reading(store)
+def _fingerprint(store: str | os.PathLike[str]) -> str:
+    path = Path(store).expanduser()
+    file = open_for_reading(path)
     try:
-        return read_seal(file, store).fingerprint.hex()
+        return read_seal(file, path).fingerprint.hex()
     finally:
         os.close(file)

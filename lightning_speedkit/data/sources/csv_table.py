@@ -49,12 +49,11 @@ class CsvTable(Source):
             if self._heading(path) != self._names:
                 raise SourceError(f"{path} has another heading than {self._paths[0]}.")
         self._columns = chosen(columns, self._names, str(self._paths[0]), types=_TYPES)
-        self._counts: list[int] = []
+        self._count: int | None = None
         self._types: dict[str, str] = {}
 
     def __len__(self) -> int:
-        self._look()
-        return sum(self._counts)
+        return self._look()
 
     def items(self) -> Iterator[Item]:
         """One item per row. A row that is malformed, not UTF-8, or without a number where one belongs is a bad one."""
@@ -84,23 +83,23 @@ class CsvTable(Source):
             return bad_item(place, fault)
         return held_item(place, dict(zip(self._columns, values, strict=True)))
 
-    def _look(self) -> None:
-        """The first pass: count the rows, and find the type of each column."""
-        if self._counts:
-            return
+    def _look(self) -> int:
+        """The first pass: find the type of each column, and count the rows."""
+        if self._count is not None:
+            return self._count
         fits = {name: set(_TYPES) for name, kind in self._columns.items() if not kind}
-        counts = []
+        count = 0
         for path in self._paths:
             malformed: dict[int, str] = {}
-            count = 0
             for batch in self._batches(path, malformed):
                 count += batch.num_rows
                 for name in fits:
                     fits[name] &= _fitting(batch.column(name), fits[name])
-            counts.append(count + len(malformed))
+            count += len(malformed)
         found = {name: next(kind for kind in _TYPES if kind in kinds) for name, kinds in fits.items()}
         self._types = {name: kind or found[name] for name, kind in self._columns.items()}
-        self._counts = counts
+        self._count = count
+        return count
 
     def _heading(self, path: Path) -> list[str]:
         import pyarrow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_speedkit.data.sources.image_folder import SUFFIXES
 from lightning_speedkit.data.sources.python_function import is_python_name
+from lightning_speedkit.data.store.lmdb_format import has_seal
 from lightning_speedkit.errors import SourceError
 
 __all__ = ["FORMATS", "detect_format", "files_of"]
@@ -29,7 +30,6 @@ _ALLOWED = (
     "a folder with one sub-folder of pictures per class, .npy, .npz, .csv, .tsv, .parquet, .tar (one, a folder of "
     "them, or shards-{000..012}.tar), .tfrecord, an LMDB database, a store, or module:function"
 )
-_SEAL = b"SPKSEAL\n"
 
 
 def detect_format(path: str) -> str:
@@ -96,9 +96,7 @@ def _expanded(path: str) -> list[str]:
 def _of_bytes(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(512)
-        file.seek(max(path.stat().st_size - 128, 0))
-        tail = file.read(128)
-    if tail.startswith(_SEAL):
+    if has_seal(path):
         return "store"
     if b"\xde\xc0\xef\xbe" in (head[16:20], head[24:28]):
         return "lmdb"

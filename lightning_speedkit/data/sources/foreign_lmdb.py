@@ -48,9 +48,9 @@ class ForeignLmdb(Source):
     read_in_threads = True
 
     def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
+        self._file = -1
         self.path = lmdb_file(path)
         self._trust = trust_pickle
-        self._file = -1
         self._file = _open(self.path)
         records = self._records()
         self._left_out = sorted(record.key.decode() for record in records if record.key in _DESCRIBING)

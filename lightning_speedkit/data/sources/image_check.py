@@ -1,25 +1,28 @@
 """Finds broken pictures while they are packed, and not in the middle of a training run.
 
-``quick`` looks at the first and last bytes: a file that is empty, of another kind, or was cut short is found, at no
-cost to speak of. ``full`` decodes the picture with Pillow, so damage in the middle is found too as far as the format
-shows it. ``none`` looks at nothing.
+``quick`` looks at the first and last bytes, as an image field of a loader does before it decodes: a file that is empty,
+of another kind or cut short is found, and so is a picture that no image field reads, such as an animated one. ``full``
+also decodes the picture with Pillow, so damage in the middle is found as far as the format shows it. ``none`` looks at
+nothing.
 """
 
 from __future__ import annotations
 
 import io
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from lightning_speedkit.errors import MissingExtraError, SourceError
+from lightning_speedkit.data.images.image_header import read_image_header
+from lightning_speedkit.data.images.png_checksums import check_png
+from lightning_speedkit.errors import ImageError, MissingExtraError, SourceError
 
-__all__ = ["CHECKS", "check_image", "image_kind"]
+__all__ = ["CHECKS", "check_image", "image_kind", "opened_picture"]
 
 CHECKS = ("quick", "full", "none")
-_JPEG_END = b"\xff\xd9"
-_PNG_END = b"IEND\xaeB`\x82"
-_BARE_MARKERS = (0x01, *range(0xD0, 0xD9))  # markers without a length
-_START_OF_SCAN = 0xDA
-STORABLE = ("JPEG", "PNG", "WebP")
+_STORABLE = ("JPEG", "PNG", "WebP")
 
 
 def image_kind(data: bytes) -> str:
@@ -50,12 +53,41 @@ def check_image(data: bytes, place: str, check: str) -> None:
     if check == "none":
         return
     kind = image_kind(data)
-    if kind not in STORABLE:
+    if kind not in _STORABLE:
         raise SourceError(f"{place}: {_why_not(data, kind)}")
-    if not _ends(data, kind):
-        raise SourceError(f"{place}: the {kind} picture of {len(data)} bytes has no end: the file was cut short.")
+    try:
+        read_image_header(memoryview(data))
+    except ImageError as error:
+        raise SourceError(f"{place}: {error}") from error
     if check == "full":
-        _decode(data, place, kind)
+        with opened_picture(data, f"{place}: the {kind}", purpose="check='full'") as picture:
+            picture.load()
+
+
+@contextmanager
+def opened_picture(data: bytes, what: str, *, purpose: str) -> Iterator[Any]:
+    """The picture in Pillow, whose warnings are left out.
+
+    Args:
+        data: the encoded picture.
+        what: how an error calls it.
+        purpose: what Pillow is needed for.
+
+    Raises:
+        SourceError: it cannot be opened, or the block raised one of Pillow's errors.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError(purpose, extra="pack", library="pillow") from None
+    try:
+        if image_kind(data) == "PNG":
+            check_png(data)  # Pillow does not compare the checksums of the pixels
+        with _no_warnings, Image.open(io.BytesIO(data)) as picture:
+            yield picture
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise SourceError(f"{what} picture cannot be decoded ({error}).") from error
 
 
 def _why_not(data: bytes, kind: str) -> str:
@@ -66,40 +98,30 @@ def _why_not(data: bytes, kind: str) -> str:
     return f"not a picture: it begins with {data[:8]!r}, which is none of JPEG, PNG and WebP."
 
 
-def _ends(data: bytes, kind: str) -> bool:
-    if kind == "PNG":
-        return _PNG_END in data[-(1 << 16) :]
-    if kind == "WebP":
-        return int.from_bytes(data[4:8], "little") + 8 <= len(data)
-    scan = _start_of_scan(data)
-    return scan > 0 and data.rfind(_JPEG_END, scan) > 0
+class _NoWarnings:
+    """No warnings while any thread is inside.
+
+    The filters are those of the process: with ``catch_warnings`` in several threads at once, the last to leave may put
+    back what another one has set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._held.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._held.close()
 
 
-def _start_of_scan(data: bytes) -> int:
-    """Where the compressed data of a JPEG begins. A thumbnail before it has an end mark of its own."""
-    position = 2
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == _START_OF_SCAN:
-            return position
-        if marker == 0xFF:  # a fill byte
-            position += 1
-        elif marker in _BARE_MARKERS:
-            position += 2
-        else:
-            position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return 0
-
-
-def _decode(data: bytes, place: str, kind: str) -> None:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("check='full'", extra="pack", library="pillow") from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data)) as picture:
-                picture.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise SourceError(f"{place}: the {kind} picture cannot be decoded ({error}).") from error
+_no_warnings = _NoWarnings()

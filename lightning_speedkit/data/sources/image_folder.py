@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_speedkit.data.sources.image_check import check_image
 from lightning_speedkit.data.sources.source import Item, Source
@@ -88,7 +89,9 @@ class ImageFolder(Source):
     def _pictures(self, name: str) -> list[str]:
         found: list[str] = []
         seen: set[tuple[int, int]] = set()
-        for folder, folders, files in os.walk(self.path / name, followlinks=True):
+        if not (self.path / name).is_dir():
+            return found  # a class that only another split has
+        for folder, folders, files in os.walk(self.path / name, onerror=_not_listed, followlinks=True):
             status = os.stat(folder)  # noqa: PTH116  # a str, as os.walk gives it
             if (status.st_dev, status.st_ino) in seen:  # a link that leads back to a folder above
                 folders.clear()
@@ -116,7 +119,11 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         with os.scandir(path) as entries:
             return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
-        raise SourceError(f"{path} cannot be listed: {error.strerror}.") from error
+        _not_listed(error)
+
+
+def _not_listed(error: OSError) -> NoReturn:
+    raise SourceError(f"{error.filename} cannot be listed: {error.strerror}.") from error
 
 
 def _is_picture(entry: os.DirEntry[str]) -> bool:

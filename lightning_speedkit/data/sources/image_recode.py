@@ -10,12 +10,11 @@ threads of the pack. A picture that is small enough and of the wanted kind keeps
 from __future__ import annotations
 
 import io
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_speedkit.data.sources.image_check import image_kind
-from lightning_speedkit.errors import MissingExtraError, SourceError
+from lightning_speedkit.data.sources.image_check import image_kind, opened_picture
+from lightning_speedkit.errors import SourceError
 
 __all__ = ["ENCODINGS", "ImageRecode"]
 
@@ -69,20 +68,8 @@ class ImageRecode:
         if not kind:
             return value
         found.append(kind)
-        return self._recoded(value, kind)
-
-    def _recoded(self, data: bytes, kind: str) -> bytes:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise MissingExtraError("making pictures smaller", extra="pack", library="pillow") from None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with Image.open(io.BytesIO(data)) as picture:
-                    return self._written(picture, data, kind)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise SourceError(f"the {kind} picture cannot be decoded ({error}).") from error
+        with opened_picture(value, f"the {kind}", purpose="making pictures smaller") as picture:
+            return self._written(picture, value, kind)
 
     def _written(self, picture: Any, data: bytes, kind: str) -> bytes:
         encoding = self.encoding or _OF_KIND.get(kind, "png")

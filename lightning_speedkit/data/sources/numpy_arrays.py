@@ -1,9 +1,10 @@
 """``.npy`` and ``.npz`` files: arrays whose first axis counts the samples.
 
 A ``.npy`` file is mapped, and a sample is one row of it. A ``.npz`` file is read row by row from all its arrays at
-once, and a sample is a dict with one row of each; its checksums are compared on the way. Neither is held in memory as
-a whole, but for compressed arrays in Fortran order, whose rows do not lie together. Rows keep their dtype, in the byte
-order of this machine; text of a one-dimensional array is ``str`` or ``bytes``.
+once, and a sample is a dict with one row of each. Neither is held in memory as a whole, but for compressed arrays in
+Fortran order, whose rows do not lie together. The checksum of an array in a ``.npz`` file covers all its rows, so a
+damaged one is an error of the file and not of a row, and may come after the last row. Rows keep their dtype, in the
+byte order of this machine; text of a one-dimensional array is ``str`` or ``bytes``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import IO, Any
 import numpy as np
 
 from lightning_speedkit.data.sources.columns import Columns, chosen
-from lightning_speedkit.data.sources.source import Item, Source, bad_item, held_item
+from lightning_speedkit.data.sources.source import Item, Source, held_item
 from lightning_speedkit.errors import SourceError
 
 __all__ = ["NumpyFile", "NumpyZip"]
 
 _KINDS = "biufcMmSU"
+_REST_BYTES = 1 << 20
 _FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
 
 
@@ -92,19 +94,34 @@ class NumpyZip(Source):
         return self._count
 
     def items(self) -> Iterator[Item]:
-        """One item per row. They must be asked for in turn; each one holds its own memory."""
+        """One item per row. They must be asked for in turn; each one holds its own memory.
+
+        Raises:
+            SourceError: the file is damaged, which the last row may be the first to show: no row of it can be trusted.
+        """
+        return self.limited(self._count)
+
+    def limited(self, count: int) -> Iterator[Item]:
+        """The first rows. The arrays are read to their ends all the same, since that is where a checksum is."""
         row = 0
         with ExitStack() as files:
             try:
                 archive = files.enter_context(zipfile.ZipFile(self.path))
-                columns = [(name, self._rows(archive, name, files)) for name in self._names]
-                for row in range(self._count):
+                members = {name: files.enter_context(archive.open(f"{name}.npy")) for name in self._names}
+                columns = [(name, self._rows(file, name)) for name, file in members.items()]
+                for row in range(min(count, self._count)):
                     sample = {name: take() for name, take in columns}
                     yield held_item(f"{self.path} row {row}", sample)
+                for file in members.values():
+                    while file.read(_REST_BYTES):
+                        pass
             except _FAULTS as error:
                 if isinstance(error, SourceError):
                     raise
-                yield bad_item(f"{self.path} row {row}", f"the file is damaged here or before ({error}).")
+                raise SourceError(
+                    f"{self.path} row {row}: the file is damaged here or before ({error}), and which of its rows are "
+                    f"right cannot be told. Write it again, or get another copy."
+                ) from error
 
     def _length(self, archive: zipfile.ZipFile, name: str) -> int:
         with archive.open(f"{name}.npy") as file:
@@ -112,8 +129,7 @@ class NumpyZip(Source):
         _check(f"{self.path} array {name!r}", dtype, shape)
         return shape[0]
 
-    def _rows(self, archive: zipfile.ZipFile, name: str, files: ExitStack) -> Callable[[], Any]:
-        file = files.enter_context(archive.open(f"{name}.npy"))
+    def _rows(self, file: IO[bytes], name: str) -> Callable[[], Any]:
         shape, fortran, dtype = _header(file)
         if fortran and len(shape) > 1:
             file.seek(0)

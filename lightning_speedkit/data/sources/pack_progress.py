@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 __all__ = ["PackProgress", "payload_bytes", "shown_progress"]
 
 _REFRESH_SECONDS = 0.1
+_PLAIN_BYTES = {int: 8, float: 8, bool: 1, type(None): 0}
 
 
 class PackProgress(Protocol):
@@ -75,6 +76,6 @@ def payload_bytes(sample: Any) -> int:
         return sample.numel() * sample.element_size()
     if isinstance(sample, np.ndarray | np.generic):
         return int(sample.nbytes)
-    if isinstance(sample, bytes | str):
-        return len(sample)
-    return 8 if type(sample) in (int, float) else 1
+    if isinstance(sample, str):
+        return len(sample.encode("utf-8", "surrogatepass"))
+    return len(sample) if isinstance(sample, bytes) else _PLAIN_BYTES[type(sample)]

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
+from lightning_speedkit.data.argument_checks import checked_integer
 from lightning_speedkit.data.sources.class_names import write_classes
 from lightning_speedkit.data.sources.ordered_reading import Outcome, read_in_order
 from lightning_speedkit.data.sources.pack_progress import PackProgress, payload_bytes, shown_progress
-from lightning_speedkit.data.sources.source import Item, Source, held_item
+from lightning_speedkit.data.sources.source import Item, Source, UnreadRestError, held_item
 from lightning_speedkit.data.sources.split_choice import check_fractions, split_of_each
+from lightning_speedkit.data.store.lmdb_pack import iterate_samples
 from lightning_speedkit.data.store.lmdb_writer import LMDBWriter
-from lightning_speedkit.errors import (
-    EmptyStoreError,
-    SampleMismatchError,
-    SourceError,
-    SpeedkitError,
-)
+from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, SourceError, SpeedkitError
+from lightning_speedkit.measure import read_hardware
 
 __all__ = ["PackReport", "write_parallel", "write_splits"]
 
@@ -37,6 +35,9 @@ __all__ = ["PackReport", "write_parallel", "write_splits"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackReport:
     """What a pack wrote: the stores by the name of their split, and what was skipped.
+
+    ``unread`` are the files whose rest could not be read, which is one line in ``skipped`` for each, whatever the
+    number of samples in it, which is not known.
 
     >>> paths, samples = {"train": Path("train.lmdb")}, {"train": 3}
     >>> PackReport(paths=paths, samples=samples, payload_bytes=24, skipped=(), seconds=0.1).total
@@ -48,6 +49,7 @@ class PackReport:
     payload_bytes: int
     skipped: tuple[str, ...]
     seconds: float
+    unread: tuple[Path, ...] = ()
 
     @property
     def total(self) -> int:
@@ -56,7 +58,7 @@ class PackReport:
 
 
 def write_parallel(
-    source: Iterable[Any],
+    source: Any,
     path: str | os.PathLike[str],
     *,
     transform: Callable[[Any], Any] | None = None,
@@ -71,7 +73,8 @@ def write_parallel(
     :func:`~lightning_speedkit.data.sources.read_classes`.
 
     Args:
-        source: what :func:`~lightning_speedkit.data.sources.open_source` gives, or any iterable of samples.
+        source: what :func:`~lightning_speedkit.data.sources.open_source` gives, any other iterable of samples,
+            or a map-style dataset, which is read in the order of its indices.
         path: the file to write; an older store there is replaced at the end.
         transform: called with each sample, by several threads at once; what it returns is stored.
         workers: threads that read and transform; by default one for each CPU core that this process may use.
@@ -103,7 +106,7 @@ def write_parallel(
 
 
 def write_splits(
-    source: Iterable[Any],
+    source: Any,
     paths: Mapping[str, str | os.PathLike[str]],
     fractions: Mapping[str, float],
     *,
@@ -118,35 +121,30 @@ def write_splits(
 
     Each sample goes into one store; which one depends on ``seed`` and its place in the source alone. Within a store the
     order is that of the source. The stores are published one after the other when all samples are written, so a fault
-    in a sample publishes none of them. The other arguments and the errors are those of :func:`write_parallel`.
+    in a sample publishes none of them. The errors are those of :func:`write_parallel`.
 
     Args:
-        source: as there.
+        source, transform, workers, limit, skip_bad, progress: as there; ``limit`` is that of all splits together.
         paths: the file of each split.
         fractions: the share of each split; their sum is 1. With a source of known length the sizes are exact to one.
         seed: another number is another division.
-        transform: as there.
-        workers: as there.
-        limit: as there; of all splits together.
-        skip_bad: as there.
-        progress: as there.
     """
     check_fractions(fractions)
     if set(paths) != set(fractions):
         raise ValueError(f"paths and fractions must have the same splits, got {list(paths)} and {list(fractions)}.")
-    threads = _positive("workers", workers) or len(os.sched_getaffinity(0))
-    limit = _positive("limit", limit)
+    threads = read_hardware("cpu").cpu_count if workers is None else checked_integer("workers", workers, 1)
+    limit = None if limit is None else checked_integer("limit", limit, 1)
     start = time.monotonic()
     count = _count(source, limit, skip_bad)
-    splits = iter(lambda: next(iter(paths)), None) if len(paths) == 1 else split_of_each(fractions, count, seed)
+    splits = repeat(next(iter(paths))) if len(paths) == 1 else split_of_each(fractions, count, seed)
     threaded = transform is not None or (isinstance(source, Source) and source.read_in_threads)
     outcomes = read_in_order(_items(source, limit), transform, threads if threaded else 1)
     with ExitStack() as held:
         writers = {name: held.enter_context(LMDBWriter(path)) for name, path in paths.items()}
         bar = held.enter_context(shown_progress("packing", count) if progress else nullcontext(None))
         held.enter_context(closing(outcomes))
-        written, skipped = _write(outcomes, splits, writers, bar, skip_bad)
-        _check_filled(writers, skipped)
+        written, skipped, unread = _write(outcomes, splits, writers, bar, skip_bad)
+        _check_filled(writers, skipped, at_least=bool(unread))
     for writer in writers.values():
         write_classes(writer.path, source.classes if isinstance(source, Source) else ())
     return PackReport(
@@ -154,6 +152,7 @@ def write_splits(
         samples={name: writer.samples for name, writer in writers.items()},
         payload_bytes=written,
         skipped=tuple(skipped),
+        unread=tuple(unread),
         seconds=time.monotonic() - start,
     )
 
@@ -164,10 +163,11 @@ def _write(
     writers: Mapping[str, LMDBWriter],
     bar: PackProgress | None,
     skip_bad: bool,
-) -> tuple[int, list[str]]:
-    """Write each sample to the store of its split; the bytes written, and what was skipped."""
+) -> tuple[int, list[str], list[Path]]:
+    """Write each sample to the store of its split; the bytes written, what was skipped, and unread files."""
     written = 0
     skipped: list[str] = []
+    unread: list[Path] = []
     for place, sample, fault in outcomes:
         split = next(splits, None)
         if split is None:
@@ -187,32 +187,37 @@ def _write(
                 bar.add(size)
         elif skip_bad:
             skipped.append(str(error))
+            if isinstance(error, UnreadRestError):
+                unread.append(error.file)
         else:
             raise error
-    return written, skipped
+    return written, skipped, unread
 
 
-def _check_filled(writers: Mapping[str, LMDBWriter], skipped: list[str]) -> None:
+def _check_filled(writers: Mapping[str, LMDBWriter], skipped: list[str], *, at_least: bool) -> None:
     """Before anything is published: there is something in each store, and not more bad samples than good ones."""
     good = sum(writer.samples for writer in writers.values())
     if skipped and len(skipped) > good:
-        raise SourceError(f"{len(skipped)} samples are bad and {good} good, so nothing is written. {skipped[0]}")
+        bad = "1 sample is" if len(skipped) == 1 else f"{len(skipped)} samples are"
+        bad = f"At least {bad}" if at_least else bad
+        raise SourceError(f"{bad} bad and {good} good, so nothing is written. {skipped[0]}")
     for writer in writers.values():
         if writer.samples == 0:
             raise EmptyStoreError(f"There were no samples to write to {writer.path}.")
 
 
-def _items(source: Iterable[Any], limit: int | None) -> Iterator[Item]:
+def _items(source: Any, limit: int | None) -> Iterator[Item]:
     if isinstance(source, Source):
         return source.items() if limit is None else source.limited(limit)
-    items = (held_item(f"sample {number}", sample) for number, sample in enumerate(source))
+    samples, _ = iterate_samples(source)
+    items = (held_item(f"sample {number}", sample) for number, sample in enumerate(samples))
     return islice(items, limit)
 
 
-def _count(source: Iterable[Any], limit: int | None, skip_bad: bool) -> int | None:
+def _count(source: Any, limit: int | None, skip_bad: bool) -> int | None:
     """How many samples there are, or ``None``. A shard that is cut short has no count, which may be a bad sample."""
     try:
-        count = len(source)  # type: ignore[arg-type]
+        count = len(source)
     except TypeError:
         return None
     except SourceError:
@@ -220,13 +225,3 @@ def _count(source: Iterable[Any], limit: int | None, skip_bad: bool) -> int | No
             raise
         return None
     return count if limit is None else min(count, limit)
-
-
-def _positive(name: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an int or None, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    return value

@@ -49,22 +49,21 @@ class ParquetTable(Source):
         except ImportError:
             raise MissingExtraError("reading Parquet", extra="pack", library="pyarrow") from None
         self._paths = tuple(paths)
-        first: Any = None
+        schemas = []
         self._count = 0
         for path in self._paths:
             with _named(path), parquet.ParquetFile(path) as file:
-                schema = file.schema_arrow
+                schemas.append(file.schema_arrow)
                 self._count += file.metadata.num_rows
-            first = schema if first is None else first
-            self._names = list(chosen(columns, first.names, str(self._paths[0])))
-            for name in self._names:
-                if name not in schema.names or schema.field(name).type != first.field(name).type:
-                    got = schema.field(name).type if name in schema.names else "not there"
-                    wanted = first.field(name).type
-                    raise SourceError(f"{path}: the column {name!r} is {got}, in {self._paths[0]} it is {wanted}.")
-        self._kinds = {
-            name: _kind(first.field(name).type, f"{self._paths[0]}: the column {name!r}") for name in self._names
-        }
+        where = str(self._paths[0])
+        self._names = list(chosen(columns, schemas[0].names, where))
+        types = {name: schemas[0].field(name).type for name in self._names}
+        for path, schema in zip(self._paths, schemas, strict=True):
+            for name, wanted in types.items():
+                got = schema.field(name).type if name in schema.names else "not there"
+                if got != wanted:
+                    raise SourceError(f"{path}: the column {name!r} is {got}, in {where} it is {wanted}.")
+        self._kinds = {name: _kind(kind, f"{where}: the column {name!r}") for name, kind in types.items()}
 
     def __len__(self) -> int:
         return self._count

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.sources.source import Item, Source, held_item
+from lightning_speedkit.data.store.lmdb_pack import iterate_samples
 from lightning_speedkit.errors import SourceError, SpeedkitError
 
 __all__ = ["PythonFunction", "is_python_name"]
@@ -65,7 +67,7 @@ class PythonFunction(Source):
         """One item per sample."""
         samples, self._samples = (self._made() if self._samples is None else self._samples), None
         try:
-            for number, sample in enumerate(_iterated(samples)):
+            for number, sample in enumerate(iterate_samples(samples)[0]):
                 yield held_item(f"{self.name} sample {number}", sample)
         except (SpeedkitError, MemoryError):
             raise
@@ -81,7 +83,7 @@ class PythonFunction(Source):
             raise SourceError(f"{self.name} raised {type(error).__name__}: {error}.") from error
         if not _gives_samples(made):
             raise SourceError(
-                f"{self.name} gave a {type(made).__name__}: it must give an iterable of samples, or a dataset with "
+                f"{self.name} gave {a_type(made)}: it must give an iterable of samples, or a dataset with "
                 f"__len__ and __getitem__."
             )
         return made
@@ -92,9 +94,3 @@ def _gives_samples(value: Any) -> bool:
         return False
     kind = type(value)
     return isinstance(value, Iterable) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
-
-
-def _iterated(samples: Any) -> Iterator[Any]:
-    if isinstance(samples, Iterable):
-        return iter(samples)
-    return (samples[i] for i in range(len(samples)))  # a map-style dataset may not end by IndexError

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
 
 from lightning_speedkit.errors import SourceError
 
-__all__ = ["Item", "Source", "bad_item", "held_item"]
+__all__ = ["Item", "Source", "UnreadRestError", "bad_item", "held_item", "open_unzipped", "unread_rest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,29 @@ def bad_item(place: str, fault: str) -> Item:
 
     def read() -> NoReturn:
         raise SourceError(f"{place}: {fault}")
+
+    return Item(place, read)
+
+
+class UnreadRestError(SourceError):
+    """The rest of ``file`` cannot be read, so that the samples in it are lost, and their number is not known."""
+
+    def __init__(self, message: str, file: Path) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+def unread_rest(place: str, fault: str, file: Path) -> Item:
+    """An item that stands for the rest of a file: reading it raises an :class:`UnreadRestError`.
+
+    >>> unread_rest("a.tar, after the key '5'", "the shard has no end mark.", Path("a.tar")).read()
+    Traceback (most recent call last):
+        ...
+    lightning_speedkit.data.sources.source.UnreadRestError: a.tar, after the key '5': the shard has no end mark.
+    """
+
+    def read() -> NoReturn:
+        raise UnreadRestError(f"{place}: {fault}", file)
 
     return Item(place, read)
 
@@ -84,3 +109,10 @@ class Source(ABC):
     def __iter__(self) -> Iterator[Any]:
         for item in self.items():
             yield item.read()
+
+
+def open_unzipped(path: Path) -> BinaryIO:
+    """The file for reading; of a gzip file, known by its first bytes, what was compressed."""
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path)) if zipped else path.open("rb")

@@ -12,17 +12,16 @@ package. Source: TensorFlow's ``record_writer.h`` and ``crc32c.h`` (the mask); R
 
 from __future__ import annotations
 
-import gzip
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
 from lightning_speedkit.data.sources.columns import Columns, chosen
-from lightning_speedkit.data.sources.source import Item, Source, bad_item
+from lightning_speedkit.data.sources.source import Item, Source, open_unzipped, unread_rest
 from lightning_speedkit.data.sources.tfrecord_example import ExampleFault, Feature, parse_example
 from lightning_speedkit.errors import MissingExtraError, SourceError
 
@@ -74,7 +73,7 @@ class TFRecordFiles(Source):
                         self._kinds = self._kinds_of(place, data)
                     yield Item(place, self._reader(place, data, crc))
             except SourceError as error:
-                yield bad_item(f"{path} record {number + 1}", str(error).removeprefix(f"{path}: "))
+                yield unread_rest(f"{path} record {number + 1}", str(error).removeprefix(f"{path}: "), path)
 
     def _kinds_of(self, place: str, data: bytes) -> dict[str, str] | None:
         """For each feature to read: what its values become. Decided by the first record that can be read."""
@@ -114,10 +113,8 @@ def masked_crc(data: bytes) -> int:
 def _records(path: Path, *, contents: bool) -> Iterator[tuple[bytes, int]]:
     """The data and the masked CRC of each record; without ``contents`` the data is skipped."""
     try:
-        with _opened(path) as file:
+        with path.open("rb") if _is_record(path) else open_unzipped(path) as file:
             number = 0
-            size = file.seek(0, 2) if not contents else 0
-            file.seek(0)
             while head := file.read(_HEAD.size):
                 number += 1
                 where = f"{path}: record {number}"
@@ -128,30 +125,20 @@ def _records(path: Path, *, contents: bool) -> Iterator[tuple[bytes, int]]:
                     raise SourceError(f"{where}: the checksum of its length does not match; what follows is lost.")
                 if length > _LARGEST:
                     raise SourceError(f"{where} has {length} bytes; a tf.train.Example has at most 2 GiB.")
-                if not contents:
-                    if file.seek(length + _CRC.size, 1) > size:
-                        raise SourceError(f"{where} ends before its {length} bytes; the file was cut short.")
-                    yield b"", 0
-                    continue
-                data, tail = file.read(length), file.read(_CRC.size)
-                if len(data) < length or len(tail) < _CRC.size:
+                if contents:
+                    data, tail = file.read(length), file.read(_CRC.size)
+                else:
+                    file.seek(length, 1)  # beyond the end, too; the bytes after it tell
+                    data, tail = b"", file.read(_CRC.size)
+                if len(tail) < _CRC.size:
                     raise SourceError(f"{where} ends before its {length} bytes; the file was cut short.")
                 yield data, _CRC.unpack(tail)[0]
     except (OSError, EOFError, zlib.error) as error:
         raise SourceError(f"{path}: cannot be read: {error}.") from error
 
 
-def _opened(path: Path) -> BinaryIO:
-    file: BinaryIO = path.open("rb")
-    if file.read(2) == b"\x1f\x8b" and not _is_record(path):
-        file.close()
-        return cast(BinaryIO, gzip.open(path))
-    file.seek(0)
-    return file
-
-
 def _is_record(path: Path) -> bool:
-    """A plain file whose first record has a length of 35615 begins as a gzip file does."""
+    """Whether it begins with a record, which for a length of 35615 starts as a gzip file does."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     return len(head) == _HEAD.size and masked_crc(head[:8]) == _HEAD.unpack(head)[1]

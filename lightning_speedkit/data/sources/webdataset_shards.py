@@ -13,7 +13,6 @@ Shards are read from front to back. A shard that is cut short is found before th
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import tarfile
@@ -22,13 +21,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
 from lightning_speedkit.data.sources.columns import Columns
 from lightning_speedkit.data.sources.image_check import check_image
-from lightning_speedkit.data.sources.source import Item, Source, bad_item
+from lightning_speedkit.data.sources.source import Item, Source, open_unzipped, unread_rest
 from lightning_speedkit.errors import SourceError
 
 __all__ = ["WebDatasetShards"]
@@ -71,7 +70,7 @@ class WebDatasetShards(Source):
         return self._count
 
     def items(self) -> Iterator[Item]:
-        """One item per sample, with the contents of its files. A shard that is cut short ends in a bad item."""
+        """One item per sample, with the contents of its files. A shard that is cut short ends in one for its rest."""
         for path in self._paths:
             key = ""
             try:
@@ -80,7 +79,7 @@ class WebDatasetShards(Source):
                     yield Item(place, self._reader(place, key, files))
             except SourceError as error:
                 after = f", after the key {key!r}" if key else ""
-                yield bad_item(f"{path}{after}", str(error).removeprefix(f"{path}: "))
+                yield unread_rest(f"{path}{after}", str(error).removeprefix(f"{path}: "), path)
 
     def notes(self) -> tuple[str, ...]:
         """Files of the shards that belong to no sample."""
@@ -108,7 +107,7 @@ class WebDatasetShards(Source):
 
     def _members(self, path: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
         try:
-            with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            with open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
                 while (member := archive.next()) is not None:
                     archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
                     if member.isfile():
@@ -167,15 +166,6 @@ def _alternatives(name: str, kind: str) -> list[str]:
     if kind:
         raise ValueError(f"columns has {name}:{kind}, but the extension decides the type in a WebDataset shard.")
     return [part.strip().lower() for part in name.split(";")]
-
-
-def _opened(path: Path) -> BinaryIO:
-    file: BinaryIO = path.open("rb")
-    if file.read(2) == b"\x1f\x8b":
-        file.close()
-        return cast(BinaryIO, gzip.open(path))
-    file.seek(0)
-    return file
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

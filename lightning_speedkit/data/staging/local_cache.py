@@ -25,7 +25,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_speedkit.data.staging.remote_source import find_remote
 from lightning_speedkit.data.staging.staged_copy import copied_bytes, fault_of, make_copy, progress_bar
-from lightning_speedkit.data.staging.staged_entries import entries_in, lock_entry, read_record, remove_entry
+from lightning_speedkit.data.staging.staged_entries import entries_in, lock_entry, remove_entry
+from lightning_speedkit.data.staging.staged_record import Record, read_record
 from lightning_speedkit.data.staging.staging_folder import folders_for_staging, make_folder
 from lightning_speedkit.data.staging.staging_source import Source, address_of, find_local, is_address, source_id
 from lightning_speedkit.data.store.write_lock import exclusive_lock
@@ -53,7 +54,7 @@ def stage_to_local(
 
     Any number of processes may call it at once. The copy is in use, and not removed to make room for others, until this
     process and its forked children end, or until :func:`release_staged`. Without ``folder``, a path that lies on a
-    local disk or in memory is returned as it is.
+    local disk or in memory is returned as it is; with it, a path inside of that folder.
 
     Args:
         source: a file, a folder of stores (its ``*.lmdb`` files are copied), or an address for fsspec: ``s3://``,
@@ -69,7 +70,8 @@ def stage_to_local(
         progress: show a progress bar on the standard error stream, also while another process copies.
 
     Raises:
-        StagingError: there is no such source, it cannot be read, no folder will do, or space lacks.
+        StagingError: there is no such source, it cannot be read, it is called ``*.lmdb`` and is no store, no folder
+            will do, or space lacks.
         MissingExtraError: an address, and fsspec or aiohttp is not installed.
         ValueError, TypeError: a wrong argument, such as a protocol that fsspec does not know.
 
@@ -94,10 +96,9 @@ def stage_to_local(
             _find(address, storage_options)  # which tells what is wrong with it
             return Path(address)
     folders = folders_for_staging(folder)
-    if read_file_system(folders[0]).is_network:
-        rank_zero_warn(
-            f"Copies are staged to {folders[0]}, which is not local: {read_file_system(folders[0]).describe()}."
-        )
+    system = read_file_system(folders[0])
+    if system.is_network:
+        rank_zero_warn(f"Copies are staged to {folders[0]}, which is not local: {system.describe()}.")
     try:
         for _ in range(_ATTEMPTS):
             found = _find(address, storage_options)
@@ -144,14 +145,13 @@ def _staged(
     look_again: Callable[[], Source],
 ) -> Path | None:
     """The copy, found or made; ``None`` if the source has changed meanwhile."""
-    key = source.key
-    there = _find_copy(folders, key, recheck, remove=False)
+    there = _find_copy(folders, source.key, recheck, remove=False)
     if there is not None:
         return there
     make_folder(folders[0])
     with contextlib.ExitStack() as held:
         _take_turn(held, folders, source, progress)
-        there = _find_copy(folders, key, recheck, remove=True)
+        there = _find_copy(folders, source.key, recheck, remove=True)
         if there is not None:  # another process has made it meanwhile
             return there
         made = make_copy(folders, source, look_again=look_again, max_bytes=max_bytes, progress=progress)
@@ -186,8 +186,8 @@ def _find_copy(folders: list[Path], key: str, recheck: bool, *, remove: bool) ->
             continue
         record = read_record(folder)
         fault = "its record is missing" if record is None else fault_of(folder, record, read=recheck)
-        if fault is None:
-            return _hold(folder, file)
+        if record is not None and fault is None:
+            return _hold(folder, record, file)
         os.close(file)
         if remove:
             rank_zero_warn(f"The staged copy {folder} is made anew: {fault}.")
@@ -195,10 +195,8 @@ def _find_copy(folders: list[Path], key: str, recheck: bool, *, remove: bool) ->
     return None
 
 
-def _hold(folder: Path, file: int) -> Path:
+def _hold(folder: Path, record: Record, file: int) -> Path:
     """Keep the copy in use; the path that is handed out."""
-    record = read_record(folder)
-    assert record is not None
     with _held_lock:
         before = _held.get(folder)
         _held[folder] = file
@@ -215,5 +213,5 @@ def _last_known(folders: list[Path], address: str, error: ConnectionError) -> Pa
             file = lock_entry(entry.folder, alone=False)
             if file is not None:
                 rank_zero_warn(f"{error}. The copy {entry.folder} is used, which may be older than the source.")
-                return _hold(entry.folder, file)
+                return _hold(entry.folder, entry.record, file)
     raise StagingError(f"{error}. There is no earlier copy of it either.") from error

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_speedkit.data.sources.class_names import classes_path, holds_class_names
+from lightning_speedkit.data.staging.resumable_copy import attempts
 from lightning_speedkit.data.staging.staging_source import Source, SourceFile, check_source, name_of, without_query
 from lightning_speedkit.errors import MissingExtraError, StagingError
 
@@ -30,17 +31,33 @@ _VERSION_KEYS = (  # as the file systems of fsspec name what changes with the co
 )
 
 
+class _AwayError(ConnectionError):
+    """It could not be reached, which may pass."""
+
+
 def find_remote(address: str, storage_options: Mapping[str, Any]) -> Source:
     """Look at what is there now: one byte of each file, to see whether the server sends parts, and the class names.
 
+    Where nothing is known after a look (no connection, an answer such as 429 or 503), there are as many further ones,
+    after the same pauses, as a copy makes.
+
     Raises:
-        ConnectionError: it cannot be reached, so that nothing is known about it.
+        ConnectionError: it cannot be reached, not even in several attempts, so that nothing is known about it.
         StagingError: it is not there, may not be read, or is a folder without stores.
         MissingExtraError: fsspec, or aiohttp for an http address, is not installed.
         ValueError: fsspec knows no such protocol.
     """
     shown = _without_secrets(address)
     system, path = _open_system(address, shown, dict(storage_options))
+    for _ in attempts():
+        try:
+            return _look(system, path, address, shown)
+        except _AwayError as error:
+            away = error
+    raise away
+
+
+def _look(system: Any, path: str, address: str, shown: str) -> Source:
     http, looked_at = _is_http(system), shown
     try:
         system.invalidate_cache()  # what it has listed before may be of an older version
@@ -174,7 +191,8 @@ def _told(error: Exception, shown: str, http: bool) -> OSError:
     if status in (401, 403) or isinstance(error, PermissionError):
         return StagingError(f"{shown} may not be read ({status or error}); give credentials in storage_options.")
     why = f"the server answers {status}" if status else f"{type(last).__name__}: {last}".rstrip(": ")
-    return ConnectionError(f"{shown} cannot be reached: {why}")
+    passes = status is None or status >= 500 or status in _TRY_AGAIN
+    return (_AwayError if passes else ConnectionError)(f"{shown} cannot be reached: {why}")
 
 
 def _status(error: Exception, http: bool) -> tuple[int | None, Exception]:

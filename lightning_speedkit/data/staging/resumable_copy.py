@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_speedkit.data.staging.staged_entries import CopiedFile
+from lightning_speedkit.data.staging.staged_record import CopiedFile
 from lightning_speedkit.data.staging.staging_source import SourceFile
 
-__all__ = ["copy_file", "crc_of_file"]
+__all__ = ["attempts", "copy_file", "crc_of_file"]
 
 _CHUNK_BYTES = 1 << 23
 _SAVE_BYTES = 1 << 28  # between two syncs
@@ -54,7 +54,7 @@ def copy_file(
             moved(len(data))
             if position - state.copied >= _SAVE_BYTES or time.monotonic() - saved_at >= _SAVE_SECONDS:
                 file.flush()
-                os.fdatasync(file.fileno())
+                os.fsync(file.fileno())
                 state.copied, state.crc32, saved_at = position, crc, time.monotonic()
                 save()
         file.flush()
@@ -66,6 +66,14 @@ def copy_file(
     state.size, state.copied, state.crc32 = position, position, crc
     state.mtime_ns = target.stat().st_mtime_ns
     save()
+
+
+def attempts() -> Iterator[int]:
+    """Once for each attempt at a source that may not answer, from 0 on, with the pauses between them."""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
+        yield attempt
 
 
 def crc_of_file(path: Path) -> int:
@@ -95,7 +103,7 @@ def _ranges(source: SourceFile, start: int) -> Iterator[bytes]:
 
 def _read_exactly(source: SourceFile, start: int, size: int) -> bytes:
     assert source.read is not None
-    for attempt in range(_ATTEMPTS):
+    for _ in attempts():
         try:
             data = source.read(start, size)
             if len(data) == size:
@@ -105,8 +113,6 @@ def _read_exactly(source: SourceFile, start: int, size: int) -> bytes:
             raise ConnectionError(f"{source.name} went away while it was copied: {error}") from error
         except Exception as error:  # each library that fsspec uses has errors of its own
             why, cause = f"{type(error).__name__}: {error}".rstrip(": "), error
-        if attempt + 1 < _ATTEMPTS:
-            time.sleep(_PAUSE_SECONDS * 2**attempt)
     raise ConnectionError(f"{source.name} could not be read in {_ATTEMPTS} attempts: {why}") from cause
 
 

@@ -1,9 +1,10 @@
 """Makes one staged copy: finds room, copies or goes on with what broke off, checks, and publishes by a rename.
 
 Only the process whose turn it is comes here. The copy grows in a folder whose name ends in ``.part``, beside a record
-of how far it is; the folder gets its final name when all files are on the disk and were read back. A store is checked
-against the checksums in it (:func:`~lightning_speedkit.data.verify_lmdb`), which covers the way from the source; any
-other file by its size, and, if it was copied in parts, by the checksum of what came in.
+of how far it is; the folder gets its final name when all files are on the disk and were read back. What has the name of
+a store has to be one, since a web server may send a page for any address. A store is checked against the checksums in
+it (:func:`~lightning_speedkit.data.verify_lmdb`), which covers the way from the source; any other file by its size,
+and, if it was copied in parts, by the checksum of what came in.
 """
 
 from __future__ import annotations
@@ -21,26 +22,24 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from lightning_speedkit.data.staging.resumable_copy import copy_file, crc_of_file
 from lightning_speedkit.data.staging.staged_entries import (
-    CopiedFile,
-    Record,
     bytes_on_disk,
     entries_in,
     lock_entry,
     make_room,
-    read_record,
     remove_entry,
     shown_bytes,
-    write_record,
 )
+from lightning_speedkit.data.staging.staged_record import CopiedFile, Record, read_record, write_record
 from lightning_speedkit.data.staging.staging_folder import make_folder
 from lightning_speedkit.data.staging.staging_source import Source
-from lightning_speedkit.data.store.lmdb_format import check_replaceable
+from lightning_speedkit.data.store.lmdb_format import has_seal
 from lightning_speedkit.data.store.lmdb_verify import verify_lmdb
-from lightning_speedkit.data.store.write_lock import exclusive_lock
-from lightning_speedkit.errors import StagingError, StoreError, StoreVersionError, StoreWriteError
+from lightning_speedkit.data.store.write_lock import exclusive_lock, sync_folder
+from lightning_speedkit.errors import StagingError, StoreError, StoreVersionError
 
 __all__ = ["copied_bytes", "fault_of", "make_copy", "progress_bar"]
 
+_SHOWN_BYTES = 40
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,8 +50,8 @@ def make_copy(
     look_again: Callable[[], Source],
     max_bytes: int | None,
     progress: bool,
-) -> tuple[Path, int] | None:
-    """The folder of the new copy, in the first of ``folders`` with room, and a descriptor that keeps it in use.
+) -> tuple[Path, Record, int] | None:
+    """The folder of the new copy, in the first of ``folders`` with room, its record, and a descriptor that holds it.
 
     ``None`` if the source has changed meanwhile, or what was left of an earlier attempt turned out to be damaged:
     nothing of it is left then, and another attempt begins anew.
@@ -78,14 +77,14 @@ def make_copy(
         if fault is not None:
             remove_entry(part, force=True)
             raise StagingError(f"The copy of {source.shown} is damaged, and so is the source, it seems: {fault}.")
-        whole = _publish(part, file)
+        whole = _publish(part, record, file)
     except BaseException as error:
         os.close(file)
         if isinstance(error, OSError) and not isinstance(error, StagingError):
             raise _failed(error, part, source) from error
         raise
     rank_zero_info(f"Staged {source.shown} to {whole}.")
-    return whole, file
+    return whole, record, file
 
 
 def copied_bytes(parts: list[Path], source: Source) -> int:
@@ -151,7 +150,11 @@ def _begin(folders: list[Path], source: Source, max_bytes: int | None) -> tuple[
                 file = lock_entry(part, alone=True)
                 if file is None:
                     raise StagingError(f"{part} is in use by another process.")
-                write_record(part, record)
+                try:
+                    write_record(part, record)
+                except BaseException:
+                    os.close(file)
+                    raise
                 return part, file, record
         except StagingError as error:
             faults.append(str(error))
@@ -185,33 +188,31 @@ def _read_back(part: Path, record: Record, resumed: bool) -> str | None:
     """What is wrong with the finished copy."""
     for file in record.files:
         path = part / file.name
-        if _is_store(path):
+        sealed = has_seal(path)
+        if sealed or file.name.endswith(".lmdb"):
             try:
                 verify_lmdb(path)
             except StoreVersionError:
                 pass  # a later version of the kit knows its checksums
             except StoreError as error:
-                return str(error).replace(str(path), file.name).rstrip(".")
+                told = str(error).replace(str(path), file.name).rstrip(".")
+                return told if sealed else f"{told}; what was got begins with {_first_bytes(path)!r}"
         elif resumed and crc_of_file(path) != file.crc32:
             return f"the checksum of {file.name} does not match"
     return None
 
 
-def _is_store(path: Path) -> bool:
-    try:
-        check_replaceable(path)  # which wants the seal of a store
-    except StoreWriteError:
-        return False
-    return path.stat().st_size > 0
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_SHOWN_BYTES)
 
 
-def _publish(part: Path, file: int) -> Path:
+def _publish(part: Path, record: Record, file: int) -> Path:
     """Give the copy its final name; from then on it is shared, and older versions of the source are removed."""
-    record, whole = read_record(part), part.with_name(part.name.removesuffix(".part"))
-    assert record is not None
-    _sync(part)
+    whole = part.with_name(part.name.removesuffix(".part"))
+    sync_folder(part)
     part.rename(whole)
-    _sync(whole.parent)
+    sync_folder(whole.parent)
     fcntl.flock(file, fcntl.LOCK_SH)
     for entry in entries_in(whole.parent):
         if entry.record.source_id == record.source_id and entry.folder != whole:
@@ -232,11 +233,3 @@ def _failed(error: OSError, part: Path, source: Source) -> StagingError:
         f"{part.parent} is full:{needed} {shown_bytes(copied)} were written, and were removed again; "
         f"{shown_bytes(space.f_bavail * space.f_frsize)} are free now. Free some space, or stage to another folder."
     )
-
-
-def _sync(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

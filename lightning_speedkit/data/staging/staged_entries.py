@@ -1,6 +1,6 @@
-"""The staged copies in a folder: their records, who uses them, and the removal of those used longest ago.
+"""The staged copies in a folder: who uses them, and the removal of those used longest ago.
 
-Each copy is a folder ``<name>-<16 hex digits>`` with the files, the record ``.staged.json`` and a file ``.in-use``.
+Each copy is a folder ``<name>-<16 hex digits>`` with the files, their record and a file ``.in-use``.
 While it is made, its name ends in ``.part``; while it is removed, in ``.gone``. A process that uses a copy holds a
 shared lock (``flock``) on ``.in-use``, which ends with the process and its forked children; who makes or removes it
 holds it alone.
@@ -12,57 +12,22 @@ deleted: what anyone else puts beside them or into them stays.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_speedkit.data.staging.staged_record import RECORD_FILES, Record, read_record
 from lightning_speedkit.errors import StagingError
 
-__all__ = ["CopiedFile", "Entry", "Record", "bytes_on_disk", "entries_in", "lock_entry", "make_room", "read_record",
-           "remove_entry", "shown_bytes", "write_record"]  # fmt: skip
+__all__ = ["Entry", "bytes_on_disk", "entries_in", "lock_entry", "make_room", "remove_entry", "shown_bytes"]
 
-_RECORD, _IN_USE = ".staged.json", ".in-use"
+_IN_USE = ".in-use"
 _NAME = re.compile(r"[^/]+-[0-9a-f]{16}(\.part|\.gone)?")
 _SPARE_BYTES = 1 << 20  # for the folder and the records
-_SCHEMA = "speedkit-staged"
-
-
-@dataclass(slots=True)
-class CopiedFile:
-    """How far one file is: ``copied`` bytes are on the disk, ``crc32`` is of those; ``mtime_ns`` is set at the end."""
-
-    name: str
-    size: int | None
-    copied: int = 0
-    crc32: int = 0
-    mtime_ns: int = 0
-
-
-@dataclass(slots=True)
-class Record:
-    """What a copy is of. ``source`` is for people; ``identity`` tells source and version."""
-
-    source: str
-    source_id: str
-    identity: str
-    is_folder: bool
-    files: list[CopiedFile]
-
-    @property
-    def bytes(self) -> int:
-        """Of all files when they are complete, as far as it is known."""
-        return sum(file.copied if file.size is None else file.size for file in self.files)
-
-    @property
-    def copied(self) -> int:
-        """Of all files until now."""
-        return sum(file.copied for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +42,6 @@ class Entry:
     def is_whole(self) -> bool:
         """Published: complete and checked."""
         return not self.folder.name.endswith((".part", ".gone"))
-
-
-def read_record(folder: Path) -> Record | None:
-    """The record of a copy; ``None`` if there is none that can be read."""
-    try:
-        content = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        if content.pop("schema") != _SCHEMA:
-            return None
-        files = [CopiedFile(**file) for file in content.pop("files")]
-        record = Record(**content, files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    plain = all(isinstance(file.name, str) and file.name == os.path.basename(file.name) for file in files)  # noqa: PTH119
-    return record if plain and not any(file.name in ("", ".", "..") for file in files) else None
-
-
-def write_record(folder: Path, record: Record) -> None:
-    """Replace the record at once."""
-    temporary = folder / f"{_RECORD}.tmp"
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump({"schema": _SCHEMA, **dataclasses.asdict(record)}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / _RECORD)
 
 
 def lock_entry(folder: Path, *, alone: bool) -> int | None:
@@ -261,7 +202,7 @@ def _free_bytes(folder: Path) -> int:
 
 def _delete(folder: Path, record: Record | None) -> None:
     names = [] if record is None else [file.name for file in record.files]
-    for name in (*names, f"{_RECORD}.tmp", _RECORD, _IN_USE):  # the record goes after what it names
+    for name in (*names, *RECORD_FILES, _IN_USE):  # the record goes after what it names
         (folder / name).unlink(missing_ok=True)
     try:
         folder.rmdir()

@@ -1,8 +1,8 @@
 """What is staged: the files behind a path, what tells their versions apart, and how their bytes are read.
 
 A folder stands for the stores (``*.lmdb``) in it. The names of the classes of a store, which lie beside it in a small
-file, go with it. What lies behind an address such as ``s3://bucket/train.lmdb`` is
-found by :mod:`lightning_speedkit.data.staging.remote_source`.
+file, go with it. What lies behind an address such as ``s3://bucket/train.lmdb`` is found by
+:mod:`lightning_speedkit.data.staging.remote_source`.
 """
 
 from __future__ import annotations

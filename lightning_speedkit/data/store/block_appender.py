@@ -22,7 +22,7 @@ from lightning_speedkit.data.store.lmdb_format import block_key
 
 __all__ = ["BlockAppender"]
 
-_COMMIT_BYTES = 1 << 20
+_COMMIT_BYTES = 1 << 19
 _SYNC_BYTES = 1 << 25
 _FIRST_MAP_BYTES = 1 << 26
 _BUFFERS = 3

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_speedkit.data.store.lmdb_pages import (
-    LmdbMeta,
     Record,
     Span,
     crc_of_spans,
@@ -43,6 +42,7 @@ __all__ = [
     "Seal",
     "block_key",
     "check_replaceable",
+    "has_seal",
     "open_for_reading",
     "read_seal",
     "seal_for",
@@ -100,8 +100,8 @@ def block_key(block: int) -> bytes:
     return block.to_bytes(8, "big")
 
 
-def seal_for(file: int) -> tuple[Seal, list[Record]]:
-    """The seal of a finished LMDB file that has none yet, and its records. The file is closed in LMDB and synced."""
+def seal_for(file: int) -> Seal:
+    """The seal of a finished LMDB file that has none yet. The file is closed in LMDB and synced."""
     meta = read_lmdb_meta(file)
     assert meta is not None
     pages, records = walk_tree(file, meta)
@@ -113,7 +113,7 @@ def seal_for(file: int) -> tuple[Seal, list[Record]]:
     spans = [(first * meta.page_bytes, (first + count) * meta.page_bytes) for first, count in runs]
     crc_record = by_key[CRC]
     samples, blocks = struct.unpack("<QQ", read_exactly(file, crc_record.start, 16))
-    seal = Seal(
+    return Seal(
         version=FORMAT_VERSION,
         file_bytes=lmdb_bytes + len(runs) * _RUN.size + _FOOTER.size,
         lmdb_bytes=lmdb_bytes,
@@ -126,7 +126,6 @@ def seal_for(file: int) -> tuple[Seal, list[Record]]:
         # Without its last 4 bytes: the CRC of bytes that end in their own CRC is the same number for all.
         record_crc=crc_of_spans(file, [(crc_record.start, crc_record.span[1] - 4)]),
     )
-    return seal, records
 
 
 def uncovered_spans(tree: list[Span], records: list[Record], end: int) -> list[Span]:
@@ -210,18 +209,22 @@ def check_replaceable(path: Path) -> None:
         raise StoreWriteError(f"{path} is a folder; give the name of a file, such as train.lmdb.")
     if not stat.S_ISREG(status.st_mode):
         raise StoreWriteError(f"{path} is not a regular file and is not replaced; give another path.")
-    if status.st_size:
-        with path.open("rb") as file:
-            magic = os.pread(file.fileno(), len(_MAGIC), max(status.st_size - _FOOTER.size, 0))
-        if magic != _MAGIC:
-            raise StoreWriteError(
-                f"{path} is not replaced: it has no seal of a store at its end, so it is a file of another kind or a "
-                f"store that was cut short. Remove it first, or give another path."
-            )
+    if status.st_size and not has_seal(path):
+        raise StoreWriteError(
+            f"{path} is not replaced: it has no seal of a store at its end, so it is a file of another kind or a "
+            f"store that was cut short. Remove it first, or give another path."
+        )
+
+
+def has_seal(path: Path) -> bool:
+    """Whether a file ends as a store does, whole or damaged."""
+    with path.open("rb") as file:
+        start = max(os.fstat(file.fileno()).st_size - _FOOTER.size, 0)
+        return os.pread(file.fileno(), len(_MAGIC), start) == _MAGIC
 
 
 def _why_no_seal(file: int, path: Path, size: int) -> str:
-    meta: LmdbMeta | None = read_lmdb_meta(file)
+    meta = read_lmdb_meta(file)
     if meta is None:
         return f"{path} is not an LMDB file, or its first page is damaged."
     needed = (meta.last_page + 1) * meta.page_bytes

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.store.lmdb_writer import LMDBWriter
 
-__all__ = ["write_lmdb"]
+__all__ = ["iterate_samples", "write_lmdb"]
 
 
 def write_lmdb(
@@ -50,16 +51,24 @@ def write_lmdb(
         >>> LMDBDataset(path)[1]
         {'x': tensor([1., 1., 1.]), 'name': 'second'}
     """
-    iterator, count = _iterate(samples)
+    iterator, count = iterate_samples(samples)
     with LMDBWriter(path, block_bytes=block_bytes) as writer:
         for sample in _shown(iterator, count, f"packing {writer.path.name}") if progress else iterator:
             writer.write(sample)
     return writer.path
 
 
-def _iterate(samples: Any) -> tuple[Iterator[Any], int | None]:
+def iterate_samples(samples: Any) -> tuple[Iterator[Any], int | None]:
+    """The samples of an iterable or of a map-style dataset, and how many they are if that is known.
+
+    Raises:
+        TypeError: it is neither.
+
+    >>> list(iterate_samples([1, 2])[0]), iterate_samples([1, 2])[1]
+    ([1, 2], 2)
+    """
     if isinstance(samples, str | bytes | Mapping):
-        raise TypeError(f"samples must be an iterable of samples or a dataset, got a {type(samples).__name__}.")
+        raise TypeError(f"samples must be an iterable of samples or a dataset, got {a_type(samples)}.")
     try:
         count = len(samples)
     except TypeError:  # no length, or a DataLoader over an IterableDataset, which has no more than the method

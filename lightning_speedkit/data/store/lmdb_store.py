@@ -132,11 +132,15 @@ def open_store(path: Path) -> OpenStore:
                 identity = _file_id(os.fstat(file))
                 store = _table.get(identity)
                 if store is not None:
-                    store.check_unchanged()
-                    store.users += 1
-                    if not store.closed:
-                        return store
-                    continue
+                    store.users += 1  # first of all: the collector may take the last other user at any line
+                    if store.closed:
+                        continue
+                    try:
+                        store.check_unchanged()
+                    except StoreCorruptError:
+                        store.close()
+                        raise
+                    return store
                 store = _open(path, file, identity)
                 if store is not None:
                     _table[identity] = store

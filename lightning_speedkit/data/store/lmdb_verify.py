@@ -67,7 +67,7 @@ def verify_lmdb(path: str | os.PathLike[str]) -> StoreReport:
         >>> report.samples, report.payload_bytes, report.fields
         (1000, 16000, ('[0]: int', '[1]: float'))
     """
-    path = Path(path).absolute()
+    path = Path(path).expanduser().absolute()
     file = open_for_reading(path)
     try:
         seal = read_seal(file, path)

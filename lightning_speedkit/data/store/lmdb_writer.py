@@ -30,7 +30,7 @@ from lightning_speedkit.data.store.lmdb_engine import LmdbError
 from lightning_speedkit.data.store.lmdb_format import check_replaceable, seal_for
 from lightning_speedkit.data.store.sample_codec import Schema
 from lightning_speedkit.data.store.sample_encoder import SampleEncoder, sample_encoder
-from lightning_speedkit.data.store.write_lock import exclusive_lock
+from lightning_speedkit.data.store.write_lock import exclusive_lock, sync_folder
 from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, StoreWriteError
 
 __all__ = ["LMDBWriter"]
@@ -73,7 +73,7 @@ class LMDBWriter:
             raise TypeError(f"block_bytes must be an int, got {block_bytes!r}.") from None
         if not 4096 <= block_bytes <= 1 << 28:
             raise ValueError(f"block_bytes must be from 4096 to {1 << 28} (256 MiB), got {block_bytes!r}.")
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(os.path.realpath(Path(path).expanduser()))
         self._block_bytes = block_bytes
         self._builder: IndexBuilder | None = None
         self._encode: SampleEncoder | None = None
@@ -108,11 +108,11 @@ class LMDBWriter:
             self._held.callback(self._appender.close)
         except BlockingIOError as error:
             raise StoreWriteError(f"Another writer is at work on {self.path}; wait for it to end.") from error
-        except StoreWriteError:
-            raise
-        except (OSError, LmdbError) as error:
+        except BaseException as error:  # interrupted too: the block is not entered, so nothing else lets go of these
             self._held.close()
-            raise self._failed(error) from error
+            if isinstance(error, (OSError, LmdbError)):
+                raise self._failed(error) from error
+            raise
         self._entered = True
         return self
 
@@ -209,7 +209,7 @@ class LMDBWriter:
             _seal(self._temporary)
             check_replaceable(self.path)  # it may have come meanwhile
             self._temporary.replace(self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except StoreWriteError:
             raise
         except (OSError, LmdbError) as error:
@@ -226,7 +226,7 @@ class LMDBWriter:
 
 def _seal(path: Path) -> None:
     with path.open("r+b") as file:
-        seal, _ = seal_for(file.fileno())
+        seal = seal_for(file.fileno())
         file.seek(seal.lmdb_bytes)
         file.write(seal.to_bytes())
         file.flush()
@@ -239,11 +239,3 @@ def _space_left(folder: Path) -> str:
         return f"; {shutil.disk_usage(folder).free} bytes are free there"
     except OSError:
         return ""
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -1,4 +1,4 @@
-"""One process at a time: an exclusive lock on a file beside the thing that is written.
+"""Safe writing: an exclusive lock on a file beside the thing that is written, and a rename that outlives a crash.
 
 The lock is the kernel's (``flock``), so it ends with the process that held it, however that ended, and no lock is left
 behind that a person would have to delete.
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["exclusive_lock"]
+__all__ = ["exclusive_lock", "sync_folder"]
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -49,6 +49,15 @@ def exclusive_lock(path: Path, *, wait: bool) -> Iterator[None]:
         if os.getpid() == owner:  # a forked child must not end its parent's lock
             path.unlink(missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names of a folder on the disk, so that a rename in it is not undone by a crash of the machine."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
         os.close(file)
 
 

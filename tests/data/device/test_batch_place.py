@@ -57,7 +57,7 @@ def test_what_is_beside_the_place_is_the_same_object() -> None:
         ({"x": 1}, ("image",), "batch has the keys 'x'"),
         ({"x": 1}, (0,), "batch has the keys 'x'"),
         ({"x": (1,)}, ("x", 1), "image leads to batch['x'][1], but batch['x'] is a tuple of 1 elements"),
-        (7, (0,), "batch is a int. None stands for the batch itself"),
+        (7, (0,), "batch is an int. None stands for the batch itself"),
         ("text", (0,), "batch is a str"),
     ],
 )

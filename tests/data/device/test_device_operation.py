@@ -15,6 +15,7 @@ from lightning_speedkit.data.device.device_operation import (
     checked_number,
     checked_pair,
     draw_below,
+    draw_chosen,
     is_channels_last,
 )
 
@@ -104,3 +105,14 @@ def test_an_operation_is_printed_as_its_call() -> None:
             return images + self.by
 
     assert repr(Shift(3)) == "Shift(by=3)"
+
+
+def test_as_many_are_chosen_as_the_probability_says() -> None:
+    images = torch.zeros(20_000, 1, 1, 1)
+    assert int(draw_chosen(images, 0.0, None).sum()) == 0
+    assert int(draw_chosen(images, 1.0, None).sum()) == len(images)
+    for probability in (0.1, 0.5):
+        chosen = draw_chosen(images, probability, torch.Generator().manual_seed(1))
+        assert (chosen.shape, chosen.dtype) == ((20_000,), torch.bool)
+        spread = math.sqrt(20_000 * probability * (1 - probability))
+        assert abs(int(chosen.sum()) - 20_000 * probability) < 5 * spread

@@ -440,7 +440,7 @@ def test_a_ring_is_not_written_while_it_is_copied_from(
         (lambda: DevicePrefetcher([], "cpu", depth=0), ValueError, "depth must be at least 1"),
         (lambda: DevicePrefetcher([], "cpu", depth=1.0), TypeError, "depth must be an int"),
         (lambda: DevicePrefetcher([], "cpu", depth=True), TypeError, "depth must be an int"),
-        (lambda: DevicePrefetcher(3, "cpu"), TypeError, "loader must be an iterable of batches, got a int"),
+        (lambda: DevicePrefetcher(3, "cpu"), TypeError, "loader must be an iterable of batches, got an int"),
         (lambda: DevicePrefetcher([], "nowhere"), RuntimeError, "nowhere"),
     ],
 )

@@ -198,6 +198,20 @@ def test_damage_is_an_image_error_or_a_picture_of_the_right_shape(name: str) -> 
     assert refused > 5
 
 
+@pytest.mark.parametrize("name", ["auto", *decoder_parameters("PNG")])
+def test_a_changed_byte_of_a_png_is_an_image_error(name: str) -> None:
+    """Everywhere, but in the checksum of the end, which some do not look at; it says nothing of the pixels."""
+    smooth = np.add.outer(np.arange(37), np.arange(53)).astype(np.uint8)[:, :, None].repeat(3, 2)  # compresses well
+    for pixels in (smooth, CHINA[:20, :30]):
+        data = encoded(pixels, "PNG")
+        assert np.array_equal(decode(data, name), pixels)
+        for place in range(8, len(data) - 4, 5):
+            damaged = bytearray(data)
+            damaged[place] ^= 0xFF
+            with pytest.raises(ImageError):
+                decode(bytes(damaged), name)
+
+
 @pytest.mark.parametrize("name", decoder_parameters("JPEG"))
 def test_what_a_library_says_is_passed_on(name: str) -> None:
     data = bytearray(JPEGS["4:2:0"])

@@ -88,7 +88,7 @@ def test_tensors_as_default_collate_stacks_them() -> None:
     [
         ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], ValueError, r"\['x'\] has the shapes \[\(2,\), \(3,\)\]"),
         ([(1, [1, 2]), (1, [1])], ValueError, r"\[1\] has lists of different lengths"),
-        ([(object(),)], TypeError, r"\[0\] is a object"),
+        ([(object(),)], TypeError, r"\[0\] is an object"),
         ([{"i": 1}, {"i": 2**63}], ValueError, r"\['i'\] is 9223372036854775808, which does not fit into int64"),
         ([(np.longdouble(1),)], TypeError, r"\[0\] has the NumPy dtype .*, which torch has not"),
         ([{"a": 1}, {"a": 2, "b": 3}], ValueError, r"Field sample: not every sample of the batch has the keys 'b'"),

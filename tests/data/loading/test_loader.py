@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -23,9 +25,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_speedkit.data import LMDBDataset, RingLoader, collate_samples, write_lmdb
-from lightning_speedkit.data.loading import shuffle_choice
+from lightning_speedkit.data.loading import process_workers, shuffle_choice
 from lightning_speedkit.errors import LoaderError, StoreCorruptError
 from tests.data.child import ROOT, run_child
+from tests.data.processes import alive, wait_until
+from tests.data.samples import same
 
 KINDS = ["inline", "threads", "processes"]
 COUNT = 50
@@ -63,19 +67,6 @@ class Squares(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, float]:
         return torch.tensor([index, index**2]), index, float(np.random.rand() + torch.rand(()))
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two batches are equal in structure, types, dtypes and every bit."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, tuple | list):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    return bool(first == second)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,6 +161,33 @@ def test_the_state_counts_what_was_given_out_and_not_what_is_ready(make: Any) ->
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
 
 
+@pytest.mark.parametrize("remainder", ["pad", "drop", "exact"])
+def test_all_ranks_have_the_same_state_after_the_same_steps(make: Any, remainder: str) -> None:
+    """Also those that have nothing in the last step. Two states are the same if they lead to the same place."""
+    settings = itertools.product(range(1, 12), (1, 2, 3), range(1, 6))
+    for samples, batch_size, ranks in settings:
+        sizes = {"batch_size": batch_size, "world_size": ranks, "remainder": remainder, "workers": "inline"}
+        loaders = [make(list(range(samples)), rank=rank, **sizes) for rank in range(ranks)]
+        loops = [iter(loader) for loader in loaders]
+        left = list(range(samples))
+        while True:
+            taken = [next(loop, None) for loop in loops]
+            numbers = sorted(number for batch in taken if batch is not None for number in batch.tolist())
+            if not numbers:
+                break
+            left = left[len(numbers) :]  # with "pad", more may be taken than are left
+            places = set()
+            for loader in loaders:
+                other = make(list(range(samples)), workers="inline", remainder="exact", batch_size=samples)
+                other.load_state_dict(loader.state_dict())
+                rest = next(iter(other)).tolist() if other.epoch == 0 else []
+                places.add((other.epoch, tuple(rest)))
+            assert len(places) == 1, (samples, batch_size, ranks, places)
+            ((epoch, rest),) = places
+            if remainder != "drop" or epoch == 0:
+                assert (epoch, rest) == ((0, tuple(left)) if left else (1, ())), (samples, batch_size, ranks)
+
+
 def test_a_state_of_another_order_is_refused(make: Any) -> None:
     state = {**make(batch_size=8, shuffle=True, seed=1).state_dict(), "position": 8}
     with pytest.raises(ValueError, match="seed=1, this one has 2"):
@@ -244,6 +262,48 @@ def test_a_fault_of_a_sample_names_it_and_has_the_traceback(make: Any, kind: str
     assert len(next(iter(loader))[1]) == 4  # and the loader still works
 
 
+UNGUARDED = """
+from lightning_speedkit.data import RingLoader
+
+loader = RingLoader(list(range(4)), batch_size=2, workers="processes", num_workers=1, start_method="spawn")
+print([batch.tolist() for batch in loader])
+"""
+
+
+def test_a_script_without_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    *_, last = result.stderr.strip().splitlines()
+    assert "LoaderError" in last
+    assert 'if __name__ == "__main__":' in last
+    assert result.stderr.count("bootstrapping phase") == 1  # of the one worker, which is not started again
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("cannot be told")
+
+
+class RaisesUnspeakable(Squares):
+    def __getitem__(self, index: int) -> Any:
+        raise Unspeakable
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_that_cannot_be_told_names_the_sample_all_the_same(make: Any, kind: str) -> None:
+    words = r"(?s)Sample 0 \(RaisesUnspeakable\): Unspeakable: \(its __str__ raised TypeError\).*in __getitem__"
+    with pytest.raises(LoaderError, match=words):
+        list(make(RaisesUnspeakable(), batch_size=4, workers=kind, num_workers=None if kind == "inline" else 1))
+
+
 def fails_at_nine(value: Any) -> Any:
     if value["pair"][0] == 9:
         raise RuntimeError("nine")
@@ -305,7 +365,7 @@ def test_closing_ends_the_processes_and_iterating_starts_them_again(make: Any) -
     pids = loader.worker_pids
     assert len(pids) == 2
     loader.close()
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     assert loader.worker_pids == []
     assert len(list(loader)) == 13
 
@@ -323,12 +383,9 @@ def test_a_loader_that_is_forgotten_leaves_nothing_behind(store: Path) -> None:
     for _ in range(3):
         pids = use()
         gc.collect()
-        assert not any(_alive(pid) for pid in pids)
+        assert not any(alive(pid) for pid in pids)
     assert len(list(Path("/proc/self/fd").iterdir())) == files
-    deadline = time.monotonic() + 10
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() <= threads
+    assert wait_until(lambda: threading.active_count() <= threads)
 
 
 INTERRUPTED = """
@@ -372,10 +429,7 @@ def test_no_process_and_no_shared_memory_outlives_the_training_process(number: s
     assert process.returncode != 0
     if number is signal.SIGINT:
         assert printed.count("KeyboardInterrupt") == 1, printed
-    deadline = time.monotonic() + 20
-    while any(map(_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_alive, pids))
+    assert wait_until(lambda: not any(map(alive, pids)))
 
 
 def _iterate_in_a_fork(path: str) -> None:
@@ -457,13 +511,6 @@ def test_what_cannot_be_loaded_is_refused(make: Any) -> None:
         make([1], shuffle="blocks")
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_hosts_of_unlike_memory_take_the_same_order(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
     for memory in (1 << 20, 1 << 22, 1 << 40):
@@ -526,6 +573,87 @@ def test_a_transform_that_is_set_later_counts(make: Any, kind: str) -> None:
     assert next(iter(loader))["pair"][0].tolist() == list(range(COUNT))
     loader.dataset.transform = doubled
     assert next(iter(loader)).tolist() == [2 * i for i in range(COUNT)]
+
+
+def test_a_transform_that_is_set_while_two_loops_run_counts_afterwards(make: Any) -> None:
+    """The second loop makes its batches with the new transform; the workers of the first one still have the old."""
+    loader = make(batch_size=25, workers="threads")
+    first = iter(loader)
+    next(first)
+    loader.dataset.transform = doubled
+    expected = [2 * i for i in range(COUNT)]
+    assert [number for batch in loader for number in batch.tolist()] == expected
+    assert len(list(first)) == 1
+    assert [number for batch in loader for number in batch.tolist()] == expected
+
+
+class Twice(LMDBDataset):
+    """Goes through its store two times."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % super().__len__())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_subclass_with_another_length_than_its_store(make: Any, store: Path, shuffle: bool) -> None:
+    loader = make(Twice(store), batch_size=8, shuffle=shuffle, workers="inline")
+    for _ in range(2):
+        found = [number for batch in loader for number in batch["pair"][0].tolist()]
+        assert sorted(found) == sorted(2 * list(range(COUNT)))
+    with pytest.raises(ValueError, match="needs an LMDBDataset, got a Twice with a length of its own; use 'full'"):
+        make(Twice(store), shuffle="blocks")
+
+
+def refuse(process: Any) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_cannot_be_started_again_end_the_loop_and_not_the_loader(
+    make: Any, store: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make(LMDBDataset(store, slow), batch_size=4, workers="processes", num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_workers, "start_quietly", refuse)
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(LoaderError, match=r"was killed by SIGKILL.* cannot be started"):
+            list(batches)
+    assert not loader.is_iterated
+    names = [name for batch in loader for name in batch["name"]]
+    assert names == [f"n{i}" for i in range(COUNT)]
+
+
+def test_workers_are_not_used_again_when_waiting_for_them_was_interrupted(
+    make: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they still send belongs to the loop that was left, and not to the next one."""
+    loader = make(LMDBDataset(store, slow), batch_size=4, shuffle=True, workers="processes", num_workers=1)
+    expected = [loader.order.batch(0, step).tolist() for step in range(len(loader))]
+    batches = iter(loader)
+    next(batches)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_workers.ProcessWorkers, "drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batches.close()
+    loader.set_epoch(1)
+    loader.set_epoch(0)
+    assert [batch["pair"][0].tolist() for batch in loader] == expected
+
+
+def test_a_copy_of_a_loader_has_a_place_of_its_own(make: Any) -> None:
+    loader = make(batch_size=8, workers="inline")
+    other = copy.copy(loader)
+    next(iter(loader))
+    assert (loader.state_dict()["position"], other.state_dict()["position"]) == (8, 0)
 
 
 def test_a_dataset_that_grew_is_an_error(make: Any) -> None:

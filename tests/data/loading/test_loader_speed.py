@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_speedkit.data.loading import loader_speed as module
+from lightning_speedkit.data.loading.collate import collate_samples
+from lightning_speedkit.data.loading.loader import RingLoader
 from lightning_speedkit.data.loading.loader_speed import (
     LoaderPass,
     LoaderSpeed,
@@ -65,6 +68,34 @@ def test_first_and_later_passes_are_told_apart(clock: _Clock) -> None:
     assert speed.warm.samples_per_second == pytest.approx(40.0)
     assert speed.warm.bytes_per_second == pytest.approx(480.0)
     assert set(loader.epochs) == {0}
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate"),
+    [
+        ([()] * 7, None),
+        ([{"text": "abc"}] * 7, None),
+        ([("a", "b")] * 7, None),
+        ([torch.zeros(i) for i in range(7)], list),
+    ],
+)
+@pytest.mark.parametrize("torch_loader", [False, True])
+def test_samples_are_counted_where_a_batch_does_not_tell_them(samples: Any, collate: Any, torch_loader: bool) -> None:
+    """Batches of nothing, of text, and lists of tensors of different sizes; seven samples, by three."""
+    loader: Any
+    if torch_loader:
+        loader = DataLoader(samples, batch_size=3, collate_fn=collate or collate_samples)
+    else:
+        loader = RingLoader(samples, batch_size=3, num_workers=0, collate=collate)
+    speed = measure_loader(loader, seconds=0.01)
+    assert speed.first.samples == speed.warm.samples == min(3 * speed.first.batches, 7)  # a slow machine may stop early
+
+
+def test_of_several_ranks_the_samples_of_one_are_counted() -> None:
+    samples = [torch.zeros(2)] * 7
+    loaders = [RingLoader(samples, batch_size=3, num_workers=0, rank=rank, world_size=2) for rank in (0, 1)]
+    measured = [measure_loader(loader, seconds=0.01).first.samples for loader in loaders]
+    assert measured == [sum(len(batch) for batch in loader) for loader in loaders]
 
 
 def test_a_long_pass_is_stopped_and_only_its_batches_are_read_again(clock: _Clock) -> None:

@@ -22,13 +22,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_speedkit.data.loading import process_workers
-from lightning_speedkit.data.loading.batch_builder import BatchTask, SampleBatches
+from lightning_speedkit.data.loading import process_workers, worker_process
 from lightning_speedkit.data.loading.batch_layout import restore
+from lightning_speedkit.data.loading.batch_task import BatchTask
 from lightning_speedkit.data.loading.process_workers import ProcessWorkers
 from lightning_speedkit.data.loading.ring import Ring, SharedMemory
+from lightning_speedkit.data.loading.sample_batches import SampleBatches
 from lightning_speedkit.errors import LoaderError, StoreCorruptError
 from tests.data.child import ROOT
+from tests.data.processes import alive, wait_until
 from tests.data.samples import same
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,20 +96,6 @@ def crew() -> Iterator[Callable[..., Crew]]:
         assert not any(map(alive, pids))
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 class Mixed:
     """Samples with random numbers and texts."""
 
@@ -126,7 +114,7 @@ class Impatient(Mixed):
 
 
 def impatient() -> Impatient:
-    process_workers._LOOK = 0.1
+    worker_process._LOOK = 0.1
     return Impatient()
 
 
@@ -157,7 +145,7 @@ def test_results_in_any_order(crew: Callable[..., Crew]) -> None:
         assert same(one.result(number), expected(number))
 
 
-def test_an_empty_and_a_full_batch(crew: Callable[..., Crew]) -> None:
+def test_a_full_and_a_half_batch(crew: Callable[..., Crew]) -> None:
     one = crew(range(1000), slot_bytes=8 * 1000 + 8 * 1000)
     one.submit(0, range(1000))
     assert one.result(0).tolist() == list(range(1000))
@@ -282,6 +270,82 @@ def test_killed_while_idle_and_while_drained(crew: Callable[..., Crew]) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         one.workers.drain()
         one.ring.give_back(one.slots.pop(1))
+        assert same(one.batches([3]), [expected(3)])
+
+
+def refuse(process: Any) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_cannot_be_started_again(
+    crew: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The machine is at a limit: the error says so, and the other workers are as good as before."""
+    one = crew(Deadly(tmp_path, 1, kill), workers)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_workers, "start_quietly", refuse)
+        one.submit(5)
+        words = r"was killed by SIGKILL.* cannot be started: .*temporarily unavailable.*fewer workers"
+        with pytest.raises(LoaderError, match=words):
+            one.result(5)
+    one.workers.drain()
+    assert len(one.workers.pids) == workers - 1
+    if workers > 1:
+        assert same(one.batches([5, 6]), [expected(5), expected(6)])
+
+
+def test_one_that_dies_at_work_is_started_again_also_if_it_was_not_forked(
+    crew: Callable[..., Crew], tmp_path: Path
+) -> None:
+    one = crew(Deadly(tmp_path, 1, leave), method="forkserver")
+    with pytest.warns(RuntimeWarning, match=r"ended with 3\. It is started again"):
+        assert same(one.batches([5]), [expected(5)])
+
+
+class CannotArrive(Mixed):
+    """Ends a worker before it has begun, and says so in a file."""
+
+    def __init__(self, file: Path, how: str) -> None:
+        self.file = file
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return arrive, (self.file, self.how)
+
+
+def arrive(file: Path, how: str) -> Any:
+    with file.open("a") as lines:
+        lines.write("started\n")
+    if how == "raise":
+        raise ImportError("no module of that name")
+    if how == "exit":
+        os._exit(0)
+    if file.read_text() == "started\n":  # killed the first time
+        kill()
+    return Mixed()
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_worker_that_cannot_begin_is_not_started_again(crew: Callable[..., Crew], tmp_path: Path, how: str) -> None:
+    file = tmp_path / "started"
+    one = crew(CannotArrive(file, how), method="forkserver")
+    one.submit(0)
+    one.submit(1)
+    words = rf"ended with {int(how == 'raise')}\. It had not begun.*__main__.*'fork'"
+    for number in (0, 1):
+        with pytest.raises(LoaderError, match=words):
+            one.result(number)
+    one.workers.drain()
+    assert one.workers.pids == []
+    assert file.read_text() == "started\n"
+
+
+def test_a_worker_that_is_killed_before_it_has_begun_is_started_again(
+    crew: Callable[..., Crew], tmp_path: Path
+) -> None:
+    one = crew(CannotArrive(tmp_path / "started", "killed once"), method="forkserver")
+    with pytest.warns(RuntimeWarning, match="SIGKILL.*It is started again"):
         assert same(one.batches([3]), [expected(3)])
 
 

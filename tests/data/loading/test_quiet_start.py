@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,46 @@ def test_an_interrupt_before_the_worker_is_ready_is_dropped() -> None:
     )
     assert (result.returncode, result.stdout) == (0, "worked"), result.stderr
     assert "KeyboardInterrupt" not in result.stderr
+
+
+MASKS = """
+import signal, sys
+from multiprocessing import get_context, resource_tracker
+
+def show():
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
+
+if __name__ == "__main__":
+    from lightning_speedkit.data.loading.quiet_start import start_quietly
+    if "tracker" in sys.argv:
+        resource_tracker.ensure_running()
+    for how in sys.argv[2].split(","):
+        process = get_context(sys.argv[1]).Process(target=show)
+        start_quietly(process) if how == "quietly" else process.start()
+        process.join()
+    show()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "blocked"),
+    [
+        (("spawn", "quietly,quietly"), "True True False"),  # the first one starts the resource tracker too
+        (("fork", "quietly,plainly"), "True False False"),
+        (("forkserver", "quietly,plainly", "tracker"), "False False False"),  # the server is not only ours
+    ],
+)
+def test_who_hears_an_interrupt(tmp_path: Path, arguments: tuple[str, ...], blocked: str) -> None:
+    script = tmp_path / "masks.py"
+    script.write_text(MASKS)
+    result = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.stdout.split() == blocked.split(), result.stderr
 
 
 class Fails:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_speedkit.data import LMDBDataset, write_lmdb
 from lightning_speedkit.data.loading import shuffle_choice
-from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
+from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle, is_store
 
 
 @pytest.fixture
@@ -65,3 +65,23 @@ def test_only_stores_have_blocks() -> None:
     assert choose_shuffle([1], "full") == ("full", True, {})
     with pytest.raises(ValueError, match="shuffle='blocks' needs an LMDBDataset, got a list"):
         choose_shuffle([1], "blocks")
+
+
+class Half(LMDBDataset):
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+
+class Own(LMDBDataset):
+    """A subclass with the length of its store."""
+
+
+def test_a_length_of_its_own_is_no_store(dataset: LMDBDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of the store would not be those of its samples."""
+    memory(monkeypatch, 1)
+    half = Half(dataset.path)
+    assert [is_store(one) for one in (dataset, Own(dataset.path), half, [1])] == [True, True, False, False]
+    assert choose_shuffle(half, True) == ("full", True, {})
+    assert choose_shuffle(Own(dataset.path), True)[0] == "blocks"
+    with pytest.raises(ValueError, match="needs an LMDBDataset, got a Half with a length of its own; use 'full'"):
+        choose_shuffle(half, "blocks")

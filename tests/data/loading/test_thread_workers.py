@@ -215,3 +215,27 @@ def leave_at_work() -> None:
 def test_an_interpreter_that_ends_while_threads_are_at_work() -> None:
     child = run_child(leave_at_work)
     assert (child.returncode, child.stdout, child.stderr) == (0, "ends\n", "")
+
+
+def interrupted_while_they_start() -> None:
+    real = threading.Barrier.wait
+
+    def wait(self: threading.Barrier, timeout: float | None = None) -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return real(self, timeout)
+
+    threading.Barrier.wait = wait  # type: ignore[method-assign]
+    before = torch.get_num_threads()
+    try:
+        ThreadWorkers(SampleBatches(Vectors(), None), None, 2)
+    except KeyboardInterrupt:
+        print("interrupted", torch.get_num_threads() == before)
+    while len(loader_threads()):
+        time.sleep(0.01)
+    print("ends")
+
+
+def test_an_interrupt_while_the_threads_start_leaves_none() -> None:
+    child = run_child(interrupted_while_they_start)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "interrupted True\nends\n", "")

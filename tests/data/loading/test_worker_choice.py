@@ -19,7 +19,9 @@ import torch
 
 from lightning_speedkit.data import LMDBDataset, write_lmdb
 from lightning_speedkit.data.loading import worker_choice
-from lightning_speedkit.data.loading.batch_builder import BatchTask, SampleBatches, StoreBatches, builder_for
+from lightning_speedkit.data.loading.batch_builder import StoreBatches, builder_for
+from lightning_speedkit.data.loading.batch_task import BatchTask
+from lightning_speedkit.data.loading.sample_batches import SampleBatches
 from lightning_speedkit.data.loading.worker_choice import _Probe, choose_workers, cpu_count
 
 TASKS = [BatchTask(number, np.arange(number, number + 2), (0, 0, 0, number)) for number in range(6)]
@@ -130,6 +132,22 @@ def test_a_dataset_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choice.kind == "inline"
 
 
+def _choose_in_a_daemon(send: Any) -> None:
+    send(choose(sleep))
+
+
+def test_a_process_that_may_start_none_makes_them_itself() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_choose_in_a_daemon, args=(theirs.send,), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    choice = ours.recv()
+    process.join()
+    assert (choice.kind, choice.workers) == ("inline", 0)
+    assert "no process can be had" in choice.reason
+
+
 def test_a_probe_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_choice, "_PATIENCE", 0.3)
     before = multiprocessing.active_children()
@@ -216,7 +234,7 @@ def test_a_plain_store_is_for_threads(
         choice = choose_workers(builder, TASKS, 10)
         assert (choice.kind, choice.workers) == ("threads", count)
         assert choose_workers(builder, TASKS, 10, workers=2).workers == 2
-        assert choose_workers(builder, TASKS, 10, kind="threads").workers == min(cores, 4)
+        assert choose_workers(builder, TASKS, 10, kind="threads").workers == count
 
 
 def test_the_probe_stops_when_it_has_seen_enough() -> None:

@@ -201,12 +201,22 @@ def test_a_loader_of_the_module_or_of_a_datamodule(choose: Any) -> None:
         _same(other, plain)
 
 
+class _CountsWorkers(Callback):
+    def __init__(self) -> None:
+        self.workers: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gc.collect()
+        self.workers.append(len(multiprocessing.active_children()))
+
+
 def test_reloaded_loaders_get_the_settings_without_a_second_measurement(choose: Any) -> None:
     asked = choose(KEPT)
     plain = _fit([], _Data(), reload_dataloaders_every_n_epochs=1)
-    data = _Data()
-    _same(_fit([LoaderSettingsSearch()], data, reload_dataloaders_every_n_epochs=1), plain)
+    data, count = _Data(), _CountsWorkers()
+    _same(_fit([LoaderSettingsSearch(), count], data, reload_dataloaders_every_n_epochs=1), plain)
     assert data.made == 3
+    assert count.workers == [2, 2, 2]  # those of a loader that was replaced have ended
     assert len(asked) == 1
     gc.collect()
     assert multiprocessing.active_children() == []

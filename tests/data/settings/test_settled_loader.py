@@ -235,7 +235,7 @@ def test_a_dataset_without_length_is_left_alone() -> None:
             return index
 
     loader = DataLoader(Endless(), sampler=range(3))
-    assert why_not_settled(loader) == "a Endless has no length"
+    assert why_not_settled(loader) == "an Endless has no length"
     assert not isinstance(loader, SettledLoader)
 
 

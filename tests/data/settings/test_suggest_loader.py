@@ -56,13 +56,13 @@ class Draws(Waits):
 
 
 def test_workers_that_wait_side_by_side_are_suggested() -> None:
-    settings = suggest_loader(CPU, Waits(), batch_size=4, seconds=1.0, patience_seconds=60.0)
+    settings = suggest_loader(CPU, Waits(0.02), batch_size=4, seconds=1.0, patience_seconds=60.0)
     assert settings.num_workers >= 2
     assert settings.persistent_workers
     assert not settings.pin_memory
     rates = {trial.num_workers: trial.samples_per_second for trial in settings.trials}
-    assert rates[0] < 1 / 0.004  # it cannot be faster than its waits
-    assert 1.5 * rates[0] < rates[settings.num_workers] < settings.num_workers / 0.004 * 1.2
+    assert rates[0] < 1 / 0.02  # it cannot be faster than its waits
+    assert 1.5 * rates[0] < rates[settings.num_workers] < settings.num_workers / 0.02 * 1.2
     loader = DataLoader(Waits(0.0), batch_size=4, **settings.arguments())  # type: ignore[arg-type]
     assert [sample for batch in loader for sample in batch.tolist()] == list(range(200))
 
@@ -111,7 +111,7 @@ def test_workers_that_must_see_each_epoch_are_not_kept() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
 
-    settings = suggest_loader(CPU, Follows(), batch_size=2, max_workers=2, **QUICK)
+    settings = suggest_loader(CPU, Follows(0.02), batch_size=2, max_workers=2, **QUICK)
     assert settings.num_workers > 0
     assert not settings.persistent_workers
 
@@ -199,6 +199,38 @@ class _Dies(Waits):
 def test_a_dataset_that_fails_is_told_with_its_error() -> None:
     with pytest.raises(LoaderError, match="no such picture"):
         suggest_loader(CPU, _Breaks(), **QUICK)
+
+
+class _OneBad(Waits):
+    """Each sample but one is there, and says so in its error."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 71:
+            raise Unspeakable
+        return index
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("cannot be told")
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 150])
+def test_the_sample_that_fails_is_named(batch_size: int | None) -> None:
+    words = r"Unspeakable: \(its __str__ raised TypeError\) \(.*\)\. Try dataset\[71\] by hand"
+    with pytest.raises(LoaderError, match=words):
+        suggest_loader(CPU, _OneBad(), batch_size=batch_size, shuffle=False, max_workers=0, seconds=20)
+
+
+def _pairs_only(samples: list[int]) -> int:
+    if len(samples) > 1:
+        raise ValueError("too many")
+    return samples[0]
+
+
+def test_a_batch_whose_samples_load_alone_is_named() -> None:
+    with pytest.raises(LoaderError, match=r"Try collate_fn\(\[dataset\[i\] for i in \[\d+, \d+\]\]\) by hand"):
+        suggest_loader(CPU, [1, 2, 3], batch_size=2, collate_fn=_pairs_only, seconds=20)
 
 
 def test_a_dataset_that_hangs_is_ended() -> None:

@@ -48,3 +48,9 @@ def test_damage_and_a_missing_store_are_errors(store: Path) -> None:
             read_classes(store)
     with pytest.raises(StoreNotFoundError):
         read_classes("nothing.lmdb")
+
+
+def test_a_store_below_the_home_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_classes(store, ("a",))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_classes("~/train.lmdb") == ("a",)

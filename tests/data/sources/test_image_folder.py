@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +67,7 @@ def test_a_broken_file_is_named_when_it_is_read() -> None:
     Path("tree/a/003.jpg").symlink_to("nowhere")
     first, second, third, fourth = ImageFolder(Path("tree")).items()
     assert (first.read()[1], second.read()[1]) == (0, 0)
-    with pytest.raises(SourceError, match=r"^tree/a/002\.png: the PNG picture of \d+ bytes has no end"):
+    with pytest.raises(SourceError, match=r"^tree/a/002\.png: A truncated PNG of 10 x 12 pixels: its \d+ bytes lack"):
         third.read()
     with pytest.raises(SourceError, match=r"^tree/a/003\.jpg: cannot be read: No such file"):
         fourth.read()
@@ -83,3 +86,17 @@ def test_folders_that_are_not_such_a_tree_are_refused() -> None:
         ImageFolder(Path("empty"))
     with pytest.raises(SourceError, match="cannot be listed"):
         class_folders(Path("nowhere"))
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tree(Path("tree"), {"a": 1, "a/closed": 2})
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SourceError, match=r"^tree/a/closed cannot be listed: Permission denied\.$"):
+        ImageFolder(Path("tree"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_speedkit.data.sources.numpy_arrays import NumpyFile, NumpyZip
+from lightning_speedkit.data.sources.parallel_pack import write_parallel
 from lightning_speedkit.errors import SourceError
 
 
@@ -65,6 +66,25 @@ def test_a_flipped_byte_of_an_archive_is_an_error(compressed: bool) -> None:
     Path("x.npz").write_bytes(data)
     with pytest.raises(SourceError, match=r"x\.npz row \d+: the file is damaged here or before"):
         list(NumpyZip(Path("x.npz")))
+
+
+@pytest.mark.parametrize("save", ["compressed", "plain", "fortran"])
+@pytest.mark.parametrize("limit", [None, 100])
+def test_no_row_of_a_damaged_archive_is_packed(save: str, limit: int | None) -> None:
+    """With a limit too, behind which the damage lies; and with bad samples left out, as rows cannot be told apart."""
+    rows = np.random.default_rng(0).integers(0, 50, (3000, 2))
+    x = np.asfortranarray(rows) if save == "fortran" else rows
+    (np.savez if save == "plain" else np.savez_compressed)("x.npz", other=rows[:, 0], x=x)
+    data = Path("x.npz").read_bytes()
+    assert write_parallel(NumpyZip(Path("x.npz")), "whole.lmdb", limit=limit).total == (limit or 3000)
+    for part in (0.3, 0.6, 0.9):
+        damaged = bytearray(data)
+        damaged[int(part * len(data))] ^= 4
+        Path("x.npz").write_bytes(damaged)
+        for skip_bad in (True, False):
+            with pytest.raises(SourceError, match=r"x\.npz row \d+: the file is damaged.*which of its rows are right"):
+                write_parallel(NumpyZip(Path("x.npz")), "a.lmdb", limit=limit, skip_bad=skip_bad)
+    assert not Path("a.lmdb").exists()
 
 
 def test_what_is_no_array_of_samples_is_refused() -> None:

@@ -15,7 +15,8 @@ from lightning_speedkit.data.sources.pack_progress import payload_bytes, shown_p
     [
         ((torch.zeros(3, 4, dtype=torch.int16), 1), 24 + 8),
         ({"a": [b"abc", "de"], "b": np.zeros((2, 2), np.float32), "c": np.int16(1)}, 5 + 16 + 2),
-        ((1.5, True), 8 + 1),
+        ((1.5, True, None), 8 + 1 + 0),
+        ("ä€", 2 + 3),
         (torch.zeros(0), 0),
     ],
 )

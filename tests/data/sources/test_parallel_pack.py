@@ -25,6 +25,7 @@ from lightning_speedkit.data.sources import Item, Source, open_source, read_clas
 from lightning_speedkit.data.sources.parallel_pack import write_parallel, write_splits
 from lightning_speedkit.data.sources.source import bad_item
 from lightning_speedkit.data.sources.split_choice import split_of_each
+from lightning_speedkit.data.sources.webdataset_shards import WebDatasetShards
 from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, SourceError, StoreWriteError
 from tests.data.forked import end_of_fork
 
@@ -76,6 +77,28 @@ def test_any_iterable_is_a_source(samples: Any) -> None:
     expected = list(samples) if not isinstance(samples, Iterator) else [(i, str(i)) for i in range(3)]
     write_parallel(samples, "a.lmdb", workers=2)
     assert stored("a.lmdb") == expected
+
+
+class Numbered:
+    """A map-style dataset that no IndexError ends."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * index
+
+
+def test_a_map_style_dataset_is_read_by_its_indices() -> None:
+    assert write_parallel(Numbered(), "a.lmdb", limit=10).total == 3
+    assert stored("a.lmdb") == [0, 10, 20]
+
+
+@pytest.mark.parametrize("source", ["photos/", b"abc", {"a": 1}, 3])
+def test_what_holds_no_samples_is_refused(source: Any) -> None:
+    with pytest.raises(TypeError, match="samples must be an iterable"):
+        write_parallel(source, "a.lmdb")
+    assert files() == []
 
 
 def test_the_transform_is_applied_and_a_limit_ends_the_reading() -> None:
@@ -160,6 +183,25 @@ def test_a_shard_that_was_cut_short_is_a_bad_sample_if_those_are_skipped() -> No
     report = write_parallel(open_source("a.tar"), "a.lmdb", skip_bad=True)
     assert [one["cls"] for one in stored("a.lmdb")] == list(range(report.total)) == list(range(6))
     assert [text.partition(": ")[0] for text in report.skipped] == ["a.tar, after the key '5'"]
+    assert report.unread == (Path("a.tar"),)
+
+
+def test_the_number_of_bad_samples_is_told_as_far_as_it_is_known() -> None:
+    with pytest.raises(SourceError, match=r"^1 sample is bad and 0 good, so nothing is written\. item 0: broken$"):
+        write_parallel(Made(1, bad=(0,)), "a.lmdb", skip_bad=True)
+    head = io.BytesIO()
+    with tarfile.open(fileobj=head, mode="w") as archive:
+        info = tarfile.TarInfo("0.cls")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"0"))
+    Path("a.tar").write_bytes(head.getvalue()[:1024])  # without its end mark
+    Path("b.tar").write_bytes(head.getvalue()[:600])
+    source = WebDatasetShards([Path("b.tar"), Path("b.tar")])
+    with pytest.raises(SourceError, match=r"^At least 2 samples are bad and 0 good, so nothing is written\. b\.tar: "):
+        write_parallel(source, "a.lmdb", skip_bad=True)
+    with pytest.raises(SourceError, match=r"^At least 1 sample is bad and 0 good"):
+        write_parallel(open_source("b.tar"), "a.lmdb", skip_bad=True)
+    assert files() == ["a.tar", "b.tar"]
 
 
 def test_an_empty_split_publishes_none_of_the_others() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lightning_speedkit.data import LMDBDataset, write_lmdb
-from lightning_speedkit.data.sources.source import Item, Source, bad_item, held_item
+from lightning_speedkit.data.sources.source import Item, Source, bad_item, held_item, open_unzipped
 from lightning_speedkit.errors import SourceError
 
 
@@ -37,3 +39,10 @@ def test_a_bad_item_says_where_and_what_when_it_is_read() -> None:
     for _ in range(2):
         with pytest.raises(SourceError, match=r"^a\.csv row 4: the cell is empty\.$"):
             item.read()
+
+
+def test_a_gzip_file_is_known_by_its_bytes() -> None:
+    for name, content in (("a.gz", b"plain"), ("b", gzip.compress(b"plain")), ("empty", b"")):
+        Path(name).write_bytes(content)
+        with open_unzipped(Path(name)) as file:
+            assert file.read() == (b"" if name == "empty" else b"plain")

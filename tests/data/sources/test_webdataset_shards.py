@@ -113,7 +113,7 @@ def test_long_names_folders_and_files_without_a_sample() -> None:
         ("json", b"{", r"its \.json is not"),
         ("npy", b"\x93NUMPYxx", r"its \.npy is not"),
         ("npz", b"PK", r"its \.npz is not"),
-        ("jpg", IMAGES[0][:-9], r"\.jpg: the JPEG picture of \d+ bytes has no end"),
+        ("jpg", IMAGES[0][:-9], r"\.jpg: A truncated JPEG of 10 x 12 pixels: its \d+ bytes lack the end"),
     ],
 )
 def test_a_broken_file_names_shard_and_key(name: str, content: bytes, fault: str) -> None:

@@ -18,7 +18,8 @@ import pytest
 from lightning_speedkit.data.sources.class_names import read_classes, write_classes
 from lightning_speedkit.data.staging import local_cache, resumable_copy
 from lightning_speedkit.data.staging.local_cache import release_staged, stage_to_local
-from lightning_speedkit.data.staging.staged_entries import read_record, remove_entry
+from lightning_speedkit.data.staging.staged_entries import remove_entry
+from lightning_speedkit.data.staging.staged_record import read_record
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.store.lmdb_pack import write_lmdb
 from lightning_speedkit.errors import MissingExtraError, StagingError
@@ -216,6 +217,33 @@ def test_a_file_that_is_no_store_is_staged_too(near: Path) -> None:
     with fsspec.open("memory://speedkit/words.txt", "wb") as file:
         file.write(b"one two")
     assert stage_to_local("memory://speedkit/words.txt", folder=near).read_bytes() == b"one two"
+
+
+@pytest.mark.parametrize("cut", [0, 100, 300_000])
+def test_what_has_the_name_of_a_store_has_to_be_one(store: Path, near: Path, cut: int) -> None:
+    pytest.importorskip("aiohttp")
+    content = store.read_bytes()[:-cut] if cut else b"<!DOCTYPE html><title>Please log in</title>" * 9
+    told = "without the seal.*begins with b'" if cut == 100 else "truncated" if cut else "begins with b'<!DOCTYPE html>"
+    with http_server(Served(content)) as served:
+        address = f"{served.address}/train.lmdb"
+        with pytest.raises(StagingError, match=rf"The copy of {address} is damaged, and so is the source.*{told}"):
+            stage_to_local(address, folder=near)
+        assert list(near.iterdir()) == []
+        served.content, served.etag = store.read_bytes(), "v2"
+        assert LMDBDataset(stage_to_local(address, folder=near))[7] == (bytes(5000), 7)
+
+
+def test_an_answer_that_passes_is_waited_for(store: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the four looks, each of two requests as fsspec makes them, the last one is answered."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(resumable_copy, "_PAUSE_SECONDS", 0.5)
+    pauses: list[float] = []
+    monkeypatch.setattr(resumable_copy.time, "sleep", pauses.append)
+    with http_server(Served(store.read_bytes(), refusals=[429, 429, 500, 500, 503, 503])) as served:
+        copy = stage_to_local(f"{served.address}/train.lmdb", folder=near)
+        assert served.refusals == []
+    assert copy.read_bytes() == store.read_bytes()
+    assert pauses == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("ranges", [True, False])

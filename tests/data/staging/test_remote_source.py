@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_speedkit.data.staging import resumable_copy
 from lightning_speedkit.data.staging.remote_source import find_remote
 from lightning_speedkit.errors import MissingExtraError, StagingError
 from tests.data.http_server import Served, http_server
@@ -23,6 +24,14 @@ fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 CONTENT = bytes(range(256)) * 4000
 NAMES = json.dumps({"classes": ["cat", "dog"], "fingerprint": "00"}).encode()
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long it would have waited between two looks."""
+    waited: list[float] = []
+    monkeypatch.setattr(resumable_copy.time, "sleep", waited.append)
+    return waited
 
 
 def _in_memory(content: bytes, name: str = "a.lmdb") -> str:
@@ -220,15 +229,18 @@ def test_a_web_server_that_tells_no_size_is_read_as_it_comes() -> None:
         (404, StagingError, "There is nothing at"),
         (410, StagingError, "There is nothing at"),
         (403, StagingError, "may not be read .*credentials"),
+        (400, ConnectionError, "the server answers 400"),
+        (429, ConnectionError, "the server answers 429"),
         (500, ConnectionError, "the server answers 500"),
         (503, ConnectionError, "the server answers 503"),
     ],
 )
-def test_what_a_web_server_answers_is_told(status: int, kind: type[Exception], told: str) -> None:
+def test_what_a_web_server_answers_is_told(status: int, kind: type[Exception], told: str, pauses: list[float]) -> None:
     with http_server(Served(CONTENT, status=status)) as served:
         with pytest.raises(kind, match=told) as raised:
             find_remote(f"{served.address}/a.lmdb?key=secret", {})
         assert "secret" not in str(raised.value)
+    assert pauses == ([0.5, 1.0, 2.0] if status in (429, 500, 503) else [])
 
 
 def test_a_server_that_is_not_there_cannot_be_reached() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_speedkit.data.staging import resumable_copy
 from lightning_speedkit.data.staging.resumable_copy import copy_file, crc_of_file
-from lightning_speedkit.data.staging.staged_entries import CopiedFile
+from lightning_speedkit.data.staging.staged_record import CopiedFile
 from lightning_speedkit.data.staging.staging_source import SourceFile
 
 CONTENT = random.Random(3).randbytes(100_001)

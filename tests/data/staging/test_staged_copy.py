@@ -15,7 +15,8 @@ import pytest
 from lightning_speedkit.data.staging import resumable_copy, staged_copy
 from lightning_speedkit.data.staging.remote_source import find_remote
 from lightning_speedkit.data.staging.staged_copy import copied_bytes, fault_of, make_copy, progress_bar
-from lightning_speedkit.data.staging.staged_entries import CopiedFile, Record, lock_entry, read_record, write_record
+from lightning_speedkit.data.staging.staged_entries import lock_entry
+from lightning_speedkit.data.staging.staged_record import CopiedFile, Record, read_record, write_record
 from lightning_speedkit.data.staging.staging_source import Source, find_local
 from lightning_speedkit.data.store.lmdb_pack import write_lmdb
 from lightning_speedkit.errors import StagingError
@@ -56,7 +57,7 @@ def _made(root: Path, source: Source, again: Source | None = None, *, max_bytes:
     made = make_copy([root], source, look_again=lambda: looked_at, max_bytes=max_bytes, progress=False)
     if made is None:
         return None
-    os.close(made[1])
+    os.close(made[2])
     return made[0]
 
 
@@ -77,11 +78,10 @@ def test_a_copy_has_the_bytes_the_record_and_a_lock(tmp_path: Path, store: Path)
     root.mkdir()
     made = make_copy([root], source, look_again=lambda: source, max_bytes=None, progress=False)
     assert made is not None
-    folder, file = made
+    folder, record, file = made
     assert folder == root / source.key
     assert (folder / "train.lmdb").read_bytes() == store.read_bytes()
-    record = read_record(folder)
-    assert record is not None
+    assert read_record(folder) == record
     assert fault_of(folder, record, read=True) is None
     assert lock_entry(folder, alone=True) is None
     shared = lock_entry(folder, alone=False)
@@ -114,7 +114,7 @@ def test_the_first_disk_with_room_is_taken(small_disk: Path, tmp_path: Path) -> 
     other = tmp_path / "other disk"
     made = make_copy([small_disk, other], source, look_again=lambda: source, max_bytes=None, progress=False)
     assert made is not None
-    os.close(made[1])
+    os.close(made[2])
     assert made[0].parent == other
     assert list(small_disk.iterdir()) == []
 
@@ -126,7 +126,7 @@ def test_a_copy_that_broke_off_is_gone_on_with_where_it_lies(tmp_path: Path, sto
         [tmp_path / "first", tmp_path / "second"], source, look_again=lambda: source, max_bytes=None, progress=False
     )
     assert made is not None
-    os.close(made[1])
+    os.close(made[2])
     assert made[0] == tmp_path / "second" / source.key
     assert (made[0] / "train.lmdb").read_bytes() == content
     assert not part.exists()
@@ -217,14 +217,33 @@ def test_a_part_that_another_process_holds_is_not_touched(tmp_path: Path, store:
 
 
 def test_a_disk_that_fails_is_told(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync = os.fsync
 
-    monkeypatch.setattr(os, "fdatasync", fail)
+    def fail(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith("train.lmdb"):  # noqa: PTH115
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(StagingError, match=r"could not be written .*Input/output error"):
         _made(tmp_path / "near", find_local(str(store)))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_held(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, record: Record) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = find_local(str(store))
+    monkeypatch.setattr(staged_copy, "write_record", full)
+    with pytest.raises(StagingError, match=r"near cannot be written \(No space left on device\)"):
+        _made(tmp_path / "near", source)
+    file = lock_entry(tmp_path / "near" / f"{source.key}.part", alone=True)
+    assert file is not None
+    os.close(file)
 
 
 def test_what_is_wrong_with_a_copy_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import namedtuple
 from pathlib import Path
@@ -10,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_speedkit.data.staging import staged_entries
-from lightning_speedkit.data.staging.staged_entries import (
-    CopiedFile,
-    Record,
-    entries_in,
-    lock_entry,
-    make_room,
-    read_record,
-    remove_entry,
-    write_record,
-)
+from lightning_speedkit.data.staging.staged_entries import entries_in, lock_entry, make_room, remove_entry
+from lightning_speedkit.data.staging.staged_record import CopiedFile, Record, write_record
 from lightning_speedkit.errors import StagingError
 from tests.data.forked import end_of_fork
 
@@ -58,31 +49,6 @@ def _is_locked_elsewhere(folder: Path) -> bool:
             raise BlockingIOError
 
     return end_of_fork(attempt) == "raised"
-
-
-def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
-    record = Record("/data/ä", "1", "2", True, [CopiedFile("a.lmdb", 5, 3, 77, 9), CopiedFile("b.lmdb", None, 2)])
-    write_record(tmp_path, record)
-    assert read_record(tmp_path) == record
-    assert (record.bytes, record.copied) == (7, 5)
-    assert [path.name for path in tmp_path.iterdir()] == [".staged.json"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "[]", "{}", '{"schema": "run"}', "\x00",
-        json.dumps({"schema": "speedkit-staged", "source": "", "source_id": "", "identity": "", "is_folder": False}),
-        *(
-            json.dumps({"schema": "speedkit-staged", "source": "", "source_id": "", "identity": "", "is_folder": False,
-                        "files": [{"name": name, "size": 1}]})
-            for name in ("../outside", "/etc/passwd", "..", ".", "", "a/b", 3)
-        ),
-    ],
-)  # fmt: skip
-def test_a_record_of_another_kind_or_of_files_elsewhere_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / ".staged.json").write_text(text)
-    assert read_record(tmp_path) is None
 
 
 def test_users_share_a_copy_and_who_removes_it_must_be_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_speedkit.data import write_lmdb
+from lightning_speedkit.data.store.lmdb_format import has_seal
 from tests.data.samples import varied_samples
 
 
@@ -168,3 +169,11 @@ def test_sample_starts_are_aligned(tmp_path: Path) -> None:
     reader = Reader(write_lmdb(samples, tmp_path / "a.lmdb", block_bytes=1 << 16))
     assert reader.meta["alignment"] == 64
     assert (reader.arrays["sample_start", None] % 64 == 0).all()
+
+
+def test_a_seal_is_known_by_the_last_128_bytes(tmp_path: Path) -> None:
+    path = write_lmdb([1], tmp_path / "a.lmdb")
+    content = path.read_bytes()
+    for kept, sealed in ((content, True), (content[-128:], True), (content[:-1], False), (b"", False)):
+        path.write_bytes(kept)
+        assert has_seal(path) == sealed

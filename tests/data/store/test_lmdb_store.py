@@ -136,3 +136,23 @@ def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_store_that_the_collector_closes_while_it_is_looked_up_is_opened_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = LMDBDataset(path)
+    assert dataset[3][1] == 3
+
+    class Collecting(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            dataset.close()
+            return found
+
+    monkeypatch.setattr(lmdb_store, "_table", Collecting(lmdb_store._table))
+    store = lmdb_store.open_store(path)
+    assert not store.closed
+    assert store.read(5)[1] == 5
+    store.close()
+    assert store.closed

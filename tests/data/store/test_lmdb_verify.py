@@ -256,3 +256,9 @@ def test_each_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Schema, "decode", failing)
     with pytest.raises(StoreCorruptError, match=f"sample {block} cannot be read: too deep"):
         verify_lmdb(path)
+
+
+def test_a_path_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _write("tiny", tmp_path / "a.lmdb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verify_lmdb("~/a.lmdb").path == path

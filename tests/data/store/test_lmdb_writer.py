@@ -83,7 +83,7 @@ MOMENTS = {
     "after the seal": (killed_around("_seal", after=True), False),
     "before the rename": (killed_around("replace", after=False, of=Path), False),
     "after the rename": (killed_around("replace", after=True, of=Path), True),
-    "before the folder is synced": (killed_around("_sync_folder", after=False), True),
+    "before the folder is synced": (killed_around("sync_folder", after=False), True),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_speedkit.data.store.write_lock import exclusive_lock
+from lightning_speedkit.data.store.write_lock import exclusive_lock, sync_folder
 from tests.data.forked import end_of_fork, kill_self
 
 
@@ -56,3 +56,12 @@ def test_a_file_system_without_locks_is_named(
         pass
     assert caught.value.errno == code
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_itself_is_synced_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))  # noqa: PTH115
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    sync_folder(tmp_path)
+    assert synced == [str(tmp_path)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
