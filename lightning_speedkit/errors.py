@@ -10,6 +10,7 @@ One wrong argument is a ``ValueError`` or ``TypeError``; a combination that the 
     ├── MissingExtraError       (ImportError)        an optional library is not installed
     ├── FactsError              (ValueError)         a record of a run that this version cannot read
     ├── QuantizationError       (RuntimeError)       a model could not be quantized or checked
+    ├── DivergenceError         (RuntimeError)       a guard had to act more often than allowed
     ├── LoaderError             (RuntimeError)       a sample, a transform or a worker of a loader failed
     ├── ImageError              (ValueError)         bytes that are not the picture they should be
     ├── SourceError             (ValueError)         a source of samples that cannot be read
@@ -26,6 +27,7 @@ One wrong argument is a ``ValueError`` or ``TypeError``; a combination that the 
 from __future__ import annotations
 
 __all__ = [
+    "DivergenceError",
     "EmptyStoreError",
     "FactsError",
     "HardwareNeedError",
@@ -49,6 +51,10 @@ __all__ = [
 
 class SpeedkitError(Exception):
     """The root of the kit's errors."""
+
+
+class DivergenceError(SpeedkitError, RuntimeError):
+    """A run does not recover: a guard had to act more often than it was allowed to."""
 
 
 class UnknownPresetError(SpeedkitError, ValueError):

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_speedkit.measure.samples import tensors_in
 
-__all__ = ["AccumulationWindow", "samples_in", "scale_gradients", "weigh_backward"]
+__all__ = ["AccumulationWindow", "samples_in", "scale_gradients", "weigh_backward", "whole_number"]
 
 
 @dataclass(slots=True)
@@ -53,46 +54,74 @@ class AccumulationWindow:
     """
 
     divided_by: int = 1
-    reference: float = 0.0
-    samples: int = field(default=0, init=False)
+    reference: float | Tensor = 0.0
+    samples: int | Tensor = field(default=0, init=False)
     batches: int = field(default=0, init=False)
 
-    def add(self, samples: int) -> float:
-        """Count a micro-batch of so many samples, and return the weight of its mean loss."""
-        samples = _whole(samples)
+    def add(self, samples: int | Tensor) -> float | Tensor:
+        """Count a micro-batch of so many samples, and return the weight of its mean loss.
+
+        The weight is a tensor if the number is one on another device than the CPU: then nothing waits for it.
+        """
+        samples = whole_number(samples)
         self.batches += 1
-        self.samples += samples
-        self.reference = self.reference or samples
+        self.samples = self.samples + samples
+        if isinstance(self.reference, Tensor):
+            self.reference = torch.where(self.reference > 0, self.reference, samples)
+        else:
+            self.reference = self.reference or samples
+        if isinstance(samples, Tensor) or isinstance(self.reference, Tensor):
+            return torch.nan_to_num(samples / self.reference, nan=0.0)  # type: ignore[arg-type]  # 0 / 0
         return samples / self.reference if samples else 0.0
 
-    def raise_reference(self, samples: int) -> float:
+    def raise_reference(self, samples: int | Tensor) -> float | Tensor:
         """Make so many samples the reference if they are more, so that the next weight is not above 1.
 
         Returns:
             What the gradients so far are to be multiplied by before the micro-batch is added; 1.0 leaves them alone.
         """
-        samples = _whole(samples)
-        if not 0 < self.reference < samples:
+        samples, found = whole_number(samples), self.reference
+        if isinstance(found, Tensor) or isinstance(samples, Tensor):
+            if not isinstance(found, Tensor):
+                found = torch.full_like(samples, found)  # type: ignore[arg-type]
+            larger = found.clamp(min=samples)
+            self.reference = torch.where(found > 0, larger, found)
+            return torch.where(found > 0, found / larger, 1.0)
+        if not 0 < found < samples:
             return 1.0
-        shrink, self.reference = self.reference / samples, samples
-        return shrink
+        self.reference = samples
+        return found / samples
 
-    def scale(self, all_samples: Tensor | None = None, ranks: int = 1) -> float | Tensor:
+    def scale(self, all_samples: float | Tensor | None = None, ranks: int = 1) -> float | Tensor:
         """What the summed gradients are to be multiplied by.
 
         Args:
-            all_samples: The samples of this window over all ranks, a tensor of no dimension; ``None`` on one rank.
+            all_samples: The samples of this window over all ranks, a number or a tensor of no dimension; ``None`` on
+                one rank.
             ranks: The number of ranks whose gradients are averaged.
 
         Returns:
-            A number, or a tensor if ``all_samples`` is one, so that nothing waits for the device.
+            A number, or a tensor if there is one among what it is made of, so that nothing waits for the device.
         """
-        total = max(self.samples, 1) if all_samples is None else all_samples.clamp(min=1)
+        total = self.samples if all_samples is None else all_samples
+        total = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
         return self.divided_by * ranks * self.reference / total
 
 
-def _whole(samples: int) -> int:
-    """As a plain ``int``: the weight from a tensor would be a float32."""
+def whole_number(samples: int | Tensor) -> int | Tensor:
+    """As a plain ``int``, since a weight from a tensor of whole numbers would be a float32.
+
+    A tensor on another device than the CPU stays there, in double precision where the device has it: to read it would
+    wait for the device.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is below 0, and not on another device.
+    """
+    if isinstance(samples, Tensor) and not _is_free_to_read(samples):
+        if samples.numel() != 1 or samples.is_floating_point() or samples.is_complex():
+            raise TypeError(f"A micro-batch cannot have {samples!r} samples; the number is a whole one.")
+        return samples.detach().reshape(()).to(torch.float32 if samples.device.type == "mps" else torch.float64)
     try:
         number = operator.index(samples)
     except TypeError:
@@ -100,6 +129,10 @@ def _whole(samples: int) -> int:
     if number < 0:
         raise ValueError(f"A micro-batch cannot have {number} samples; the number is 0 or more.")
     return number
+
+
+def _is_free_to_read(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def scale_gradients(parameters: Iterable[Tensor], scale: float | Tensor) -> int:
@@ -119,7 +152,9 @@ def scale_gradients(parameters: Iterable[Tensor], scale: float | Tensor) -> int:
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            alike[parameter.grad.device, parameter.grad.dtype].append(parameter.grad)
+            # of a sharded gradient, this rank's part, in the same memory
+            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            alike[own.device, own.dtype].append(own)
     if isinstance(scale, Tensor) or scale != 1.0:
         for (device, dtype), gradients in alike.items():
             factor = scale.to(device, dtype) if isinstance(scale, Tensor) else scale

@@ -188,12 +188,18 @@ def _sets_something(preset: Preset, hardware: Hardware | None) -> bool:
 
 
 def _instead(preset: Preset, hardware: Hardware) -> str:
+    wanted = _callbacks_of(preset, hardware)
     others = [
         repr(other.name)
         for other in REGISTRY
         if other.kind == preset.kind and other.name != preset.name and not can_run(other, hardware)
+        if not wanted or wanted & _callbacks_of(other, hardware)
     ]
     return f"Use {' or '.join(others)} instead." if others else "Leave it out here."
+
+
+def _callbacks_of(preset: Preset, hardware: Hardware) -> set[type]:
+    return {part.cls for part in preset.patch_for(hardware).callbacks}
 
 
 def _check_arguments(patch: TrainerPatch, names: Iterable[str]) -> None:

@@ -9,6 +9,19 @@ import sys
 import lightning_speedkit
 
 PUBLIC = {
+    "GradientClipping",
+    "NonFiniteGuard",
+    "SpikeGuard",
+    "AutoMicroBatch",
+    "AverageWeights",
+    "LRRangeTest",
+    "OptimizerChoice",
+    "ScheduleChoice",
+    "ScheduleFreeSwitch",
+    "build_optimizer",
+    "build_schedule",
+    "lr_range_test",
+    "optimizers_for",
     "AccumulationScheduler",
     "ActivationCheckpointing",
     "CutMix",

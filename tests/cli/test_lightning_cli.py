@@ -20,7 +20,7 @@ from lightning_speedkit.cli import SpeedkitCLI
 from lightning_speedkit.optimize import AccumulationScheduler
 from lightning_speedkit.presets.snippet import yaml_snippet
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
-from tests.presets.machines import CPU, CPU_BF16, T4, stand_on
+from tests.presets.machines import CPU, CPU_BF16, T4, install_extras, stand_on
 
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -159,7 +159,10 @@ def test_no_preset_is_lightning_cli(value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_the_yaml_of_every_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_yaml_of_every_preset(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_extras(monkeypatch)
     Path("run.yaml").write_text(yaml_snippet([name]))
     if name in _GPU:
         with pytest.raises(SystemExit) as raised:

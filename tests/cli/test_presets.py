@@ -12,7 +12,7 @@ from lightning_speedkit import presets
 from lightning_speedkit.cli.main import main
 from lightning_speedkit.presets import names
 from lightning_speedkit.registry import Preset
-from tests.presets.machines import CPU, CPU_BF16, T4, TWO_H100, reader, stand_on
+from tests.presets.machines import CPU, CPU_BF16, T4, TWO_H100, install_extras, reader, stand_on
 
 
 def test_a_list_that_is_piped_is_plain_text_with_one_whole_line_per_preset(
@@ -61,6 +61,7 @@ def test_the_list_says_what_can_run_here(
     machine: Any, lacking: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lightning_speedkit.measure.read_hardware", reader(machine, CPU))
+    install_extras(monkeypatch)
     rows = _table(capsys)
     assert {name for name, row in rows.items() if "no: needs" in row} == set(lacking)
     for name, lack in lacking.items():

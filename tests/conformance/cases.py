@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from lightning_speedkit import (
     AccumulationScheduler,
     ActivationCheckpointing,
+    AutoMicroBatch,
+    AverageWeights,
+    GradientClipping,
     LoaderSettingsSearch,
+    LRRangeTest,
+    NonFiniteGuard,
+    OptimizerChoice,
     QuantizeOnFitEnd,
     RunRecorder,
+    ScheduleChoice,
+    ScheduleFreeSwitch,
     SpeedkitMixedPrecision,
+    SpikeGuard,
 )
 from lightning_speedkit.registry import Part
 
@@ -37,9 +46,39 @@ CALLBACKS = (
         neutral=Part(ActivationCheckpointing, {"modules": ["Block"]}),
     ),
     Case(
+        "AutoMicroBatch",
+        working=Part(AutoMicroBatch, {"grow_after": 8}),
+        neutral=Part(AutoMicroBatch, {}),
+    ),
+    Case(
+        "AverageWeights",
+        working=Part(AverageWeights, {"decay": 0.9, "start": 2}),
+        neutral=Part(AverageWeights, {"decay": 0.0}),
+    ),
+    Case(
+        "GradientClipping",
+        working=Part(GradientClipping, {"by": "zclip", "limit": 1.0, "warmup": 3}),
+        neutral=Part(GradientClipping, {"limit": float("inf")}),
+    ),
+    Case(
+        "LRRangeTest",
+        working=Part(LRRangeTest, {"lowest": 1e-3, "highest": 0.1, "steps": 5}),
+        neutral=Part(LRRangeTest, {"steps": 5}),
+    ),
+    Case(
         "LoaderSettingsSearch",
         working=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
         neutral=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
+    ),
+    Case(
+        "NonFiniteGuard",
+        working=Part(NonFiniteGuard, {}),
+        neutral=Part(NonFiniteGuard, {}),
+    ),
+    Case(
+        "OptimizerChoice",
+        working=Part(OptimizerChoice, {"optimizer": "schedule-free", "options": {"warmup_steps": 4}}),
+        neutral=Part(OptimizerChoice, {"decay_all": True, "options": {"fused": False}}),
     ),
     Case(
         "QuantizeOnFitEnd",
@@ -50,6 +89,21 @@ CALLBACKS = (
         "RunRecorder",
         working=Part(RunRecorder, {}),
         neutral=Part(RunRecorder, {}),
+    ),
+    Case(
+        "ScheduleChoice",
+        working=Part(ScheduleChoice, {"schedule": "warmup-cosine", "total_steps": 24}),
+        neutral=Part(ScheduleChoice, {"schedule": "constant"}),
+    ),
+    Case(
+        "ScheduleFreeSwitch",
+        working=Part(ScheduleFreeSwitch, {}),
+        neutral=Part(ScheduleFreeSwitch, {}),
+    ),
+    Case(
+        "SpikeGuard",
+        working=Part(SpikeGuard, {"action": "rollback", "snapshot_every": 2, "window": 3}),
+        neutral=Part(SpikeGuard, {}),
     ),
 )
 

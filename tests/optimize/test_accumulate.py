@@ -279,15 +279,6 @@ def test_gradients_that_no_step_takes_are_told_once() -> None:
     assert sum("inside an accumulation window" in str(w.message) for w in record) == 1
 
 
-def test_a_stop_inside_a_window_is_told() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-            trainer.should_stop = True
-
-    with pytest.warns(UserWarning, match="inside an accumulation window"):
-        assert steps(ONE_TO_SIX, AccumulationScheduler(4), Stop()) == []
-
-
 def _checkpoint(path: Path, callbacks: list[Callback], model: Line, epochs: int, resume: bool = False) -> None:
     run = trainer(*callbacks, max_epochs=epochs)
     run.fit(model, loader(ONE_TO_SIX), ckpt_path=path if resume else None, weights_only=True)
@@ -304,31 +295,6 @@ def test_a_run_resumed_at_an_epoch_edge_takes_the_same_steps(tmp_path: Path) -> 
     _checkpoint(tmp_path / "c.ckpt", [AccumulationScheduler(schedule)], second, 4, resume=True)
     assert first.optimizer.seen + second.optimizer.seen == whole.optimizer.seen
     assert torch.equal(second.w, whole.w)
-
-
-class _SaveInSecondEpoch(Callback):
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.batch = path, batch
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, self.batch):
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
-@pytest.mark.parametrize(("saved_after", "expected"), [(3, 5.5), (4, 6.0)], ids=["between windows", "inside a window"])
-def test_a_run_resumed_inside_an_epoch(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder, saved_after: int, expected: float
-) -> None:
-    # The factor holds though a run resumed inside an epoch has no on_train_epoch_start. Inside a window, the gradient
-    # of 5 is lost, which is told, and the step is that of 6, not a quarter of it.
-    path, schedule = tmp_path / "c.ckpt", {0: 1, 1: 4}
-    steps(ONE_TO_SIX, AccumulationScheduler(schedule), _SaveInSecondEpoch(path, saved_after), max_epochs=2)
-    model, rest = Line(), _stream(ONE_TO_SIX[saved_after + 1 :])
-    trainer(AccumulationScheduler(schedule), max_epochs=2).fit(model, rest, ckpt_path=path, weights_only=True)
-    assert model.optimizer.seen == [expected]
-    told = [w for w in recwarn if "resumes inside an accumulation window" in str(w.message)]
-    assert len(told) == (saved_after == 4)
 
 
 def test_a_second_fit_and_a_second_trainer_with_the_same_callback() -> None:

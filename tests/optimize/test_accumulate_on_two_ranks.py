@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_speedkit.optimize import AccumulationScheduler
@@ -83,9 +88,79 @@ def _fit(
     return [p.detach().clone() for p in model.parameters()]
 
 
-def _runs() -> dict[str, Any]:
-    """Everything in one start of two processes, which is what takes the time."""
+class Fused(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class Sharded(Net):
+    """Its parameters are divided over the ranks, by FSDP2."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.net[0].weight, DTensor):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def _sharding() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+
+class Save(Callback):
+    """Saves after the second micro-batch of the second epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 1):
+            trainer.save_checkpoint(self.path)
+
+
+def _resumed(model: Net, path: str, strategy: Any, **options: Any) -> list[Tensor]:
+    """From the third micro-batch of the second epoch on."""
+    run = trainer(AccumulationScheduler(4), strategy=strategy, devices=2, max_epochs=EPOCHS, **options)
+    rest = _micro_batches(UNEQUAL, run.global_rank)[2:]
+    run.fit(model, DataLoader(Stream(rest), batch_size=None), ckpt_path=path, weights_only=True)
+    return _whole(model)
+
+
+def _whole(model: Line) -> list[Tensor]:
+    parameters = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
+
+
+def _resuming(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        path = f"{folder}/{strategy}.ckpt"
+        _fit(Net(), UNEQUAL, AccumulationScheduler(4), Save(path), strategy=strategy)
+        found[f"resumed {strategy}"] = _resumed(Net(), path, strategy)
+    return found
+
+
+def _sharded(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for factor in (1, 3):
+        model = Sharded()
+        _fit(model, UNEQUAL, AccumulationScheduler(factor), strategy=_sharding())
+        found[f"sharded {factor}"] = _whole(model)
+    path = f"{folder}/sharded.ckpt"
+    _fit(Sharded(), UNEQUAL, AccumulationScheduler(4), Save(path), strategy=_sharding())
+    found["resumed sharded"] = _resumed(Sharded(), path, _sharding())
+    return found
+
+
+def _runs(folder: str) -> dict[str, Any]:
+    """Everything in one start of two processes, which is what takes the time."""
+    found: dict[str, Any] = _resuming(folder) | _sharded(folder)
+    found["target"] = _fit(Net(), UNEQUAL, AccumulationScheduler(target_batch=7))
+    found["by steps"] = _fit(Net(), UNEQUAL, AccumulationScheduler({0: 1, 2: 3}, unit="step"))
+    found["fused"] = _fit(Fused(), UNEQUAL, AccumulationScheduler(4))
+    half = SpeedkitDDPStrategy(comm_hook="fp16")
+    found["fp16 hook"] = _fit(Net(), UNEQUAL, AccumulationScheduler(4), strategy=half)
+    logs = AccumulationScheduler(4, log_loss="window")
+    found["loss"] = []
+    _fit(Net(), UNEQUAL, logs, Logged(found["loss"]))
     for strategy in STRATEGIES:
         for factor in (1, 3, 4):
             found[f"unequal {strategy} {factor}"] = _fit(
@@ -119,21 +194,53 @@ def _runs() -> dict[str, Any]:
     return found
 
 
+class Logged(Callback):
+    """Keeps the mean loss of each window."""
+
+    def __init__(self, seen: list[float]) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step > len(self.seen):
+            self.seen.append(trainer.callback_metrics["window"].item())
+
+
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    return on_two_ranks(_runs)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
 
 
-def _plain(sizes: tuple[list[int], list[int]], factor: int, clip: float | None = None, by: str = "samples") -> Any:
-    """One process, one batch per step: all samples of the window of both ranks."""
-    model, ranks = Net(), [_micro_batches(sizes, rank) for rank in range(2)]
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[dict[str, Any]]:
+    return on_two_ranks(_runs, str(folder))
+
+
+def _plain(
+    sizes: tuple[list[int], list[int]],
+    windows: int | list[list[int]],
+    clip: float | None = None,
+    by: str = "samples",
+    model: Net | None = None,
+    losses: list[float] | None = None,
+) -> Any:
+    """One process, one batch per step: all samples of the window of both ranks.
+
+    ``windows`` is a factor, or for each epoch the numbers of micro-batches in its windows.
+    """
+    model, ranks = model or Net(), [_micro_batches(sizes, rank) for rank in range(2)]
     optimizer = model.configure_optimizers()
-    for _ in range(EPOCHS):
-        for start in range(0, len(sizes[0]), factor):
+    for epoch in range(EPOCHS):
+        start = 0
+        while start < len(sizes[0]):
+            factor = windows if isinstance(windows, int) else windows[epoch].pop(0)
             window = [batch for rank in ranks for batch in rank[start : start + factor]]
+            start += factor
             optimizer.zero_grad()
             if by == "samples":
-                model.training_step(torch.cat(window), 0).backward()
+                loss = model.training_step(torch.cat(window), 0)
+                loss.backward()
+                if losses is not None:
+                    losses.append(loss.item())
             else:
                 torch.stack([model.training_step(batch, 0) for batch in window]).mean().backward()
             if clip is not None:
@@ -194,3 +301,47 @@ def test_gradients_are_sent_once_per_window(runs: Any, name: str, buckets: int, 
 def test_where_lightning_is_right_the_weights_are_the_same_to_the_bit(runs: Any, factor: int) -> None:
     for rank in runs:
         assert all(torch.equal(a, b) for a, b in zip(rank[f"equal {factor}"], rank[f"lightning {factor}"], strict=True))
+
+
+def test_a_window_ends_when_all_ranks_together_reach_the_target(runs: Any) -> None:
+    # samples of both ranks: 3 5 | 7 | 5 4 | 3, where the windows have 8, 7, 9 and 3
+    _assert_equal_on_both(runs, "target", _plain(UNEQUAL, [[2, 1, 2, 1], [2, 1, 2, 1]]))
+
+
+def test_the_factor_changes_at_a_step_on_all_ranks(runs: Any) -> None:
+    _assert_equal_on_both(runs, "by steps", _plain(UNEQUAL, [[1, 1, 3, 1], [3, 3]]))
+
+
+def test_a_fused_optimizer(runs: Any) -> None:
+    _assert_equal_on_both(runs, "fused", _plain(UNEQUAL, 4, model=Fused()))
+
+
+def test_a_hook_that_sends_half_precision(runs: Any) -> None:
+    expected = _plain(UNEQUAL, 4)
+    for rank in runs:
+        torch.testing.assert_close(rank["fp16 hook"], expected, rtol=0.0, atol=2e-3)
+        assert not torch.allclose(rank["fp16 hook"][0], expected[0], rtol=0.0, atol=1e-9)  # it was in use
+
+
+def test_the_mean_loss_is_that_of_all_ranks(runs: Any) -> None:
+    losses: list[float] = []
+    _plain(UNEQUAL, 4, losses=losses)
+    for rank in runs:
+        assert rank["loss"] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_sharded_parameters(runs: Any, factor: int) -> None:
+    _assert_equal_on_both(runs, f"sharded {factor}", _plain(UNEQUAL, factor))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "sharded"])
+def test_a_run_resumed_inside_a_window_takes_the_same_steps(runs: Any, strategy: str) -> None:
+    _assert_equal_on_both(runs, f"resumed {strategy}", _plain(UNEQUAL, 4))
+
+
+def test_another_number_of_ranks_cannot_finish_a_window(runs: Any, folder: Path) -> None:
+    run = trainer(AccumulationScheduler(4), max_epochs=EPOCHS)
+    data = DataLoader(Stream(_micro_batches(UNEQUAL, 0)), batch_size=None)
+    with pytest.raises(MisconfigurationException, match=r"on 2 rank\(s\), and this run has 1.*Resume it on 2 rank"):
+        run.fit(Net(), data, ckpt_path=folder / "ddp.ckpt", weights_only=True)

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_speedkit.optimize import AccumulationWindow, samples_in, scale_gradients, weigh_backward
+from lightning_speedkit.optimize import (
+    AccumulationWindow,
+    accumulation_window,
+    samples_in,
+    scale_gradients,
+    weigh_backward,
+)
 
 
 def _net() -> nn.Module:
@@ -193,3 +199,19 @@ def test_the_number_of_samples_is_found(batch: Any, samples: int) -> None:
 def test_a_number_that_cannot_be_told_is_an_error(batch: Any, found: str) -> None:
     with pytest.raises(ValueError, match=found):
         samples_in(batch)
+
+
+def test_a_number_on_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulation_window, "_is_free_to_read", lambda tensor: False)
+    window = AccumulationWindow(divided_by=2)
+    weights: list[Any] = [window.add(torch.tensor([n])) for n in (0, 3, 11)]
+    assert all(isinstance(weight, Tensor) and weight.dtype == torch.float64 for weight in weights)
+    assert [weight.item() for weight in weights] == [0.0, 1.0, 11 / 3]
+    assert float(window.raise_reference(torch.tensor(12))) == 0.25
+    assert float(window.raise_reference(5)) == 1.0
+    assert float(window.add(torch.tensor(6))) == 0.5
+    assert float(window.scale()) == 2 * 12 / 20
+    assert float(window.scale(torch.tensor(48.0), ranks=2)) == 1.0
+    for wrong in (torch.ones(2).long(), torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="the number is a whole one"):
+            window.add(wrong)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_speedkit.facts import Hardware
-from lightning_speedkit.presets import explain, selection
+from lightning_speedkit.presets import explain, needs, selection
 
 CPU = Hardware(accelerator="cpu", device_name="a CPU", native_bf16=False, cpu_count=2)
 CPU_BF16 = Hardware(accelerator="cpu", device_name="a CPU with AMX", native_bf16=True, cpu_count=2)
@@ -17,9 +17,15 @@ TWO_H100 = Hardware(accelerator="cuda", device_name="H100", device_count=2, capa
 
 
 def stand_on(monkeypatch: pytest.MonkeyPatch, best: Hardware, cpu: Hardware = CPU) -> None:
-    """From here on the presets see this machine, in place of the one that the tests run on."""
+    """From here on the presets see this machine, with all extras, in place of the one that the tests run on."""
+    install_extras(monkeypatch)
     monkeypatch.setattr(selection, "read_hardware", reader(best, cpu))
     monkeypatch.setattr(explain, "read_hardware", reader(best, cpu))
+
+
+def install_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the libraries of every extra count as installed."""
+    monkeypatch.setattr(needs, "_missing_libraries", lambda extra: [])
 
 
 def reader(best: Hardware, cpu: Hardware) -> Callable[[str], Hardware]:

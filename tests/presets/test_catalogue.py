@@ -16,7 +16,12 @@ _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar":
 def test_the_catalogue_is_this() -> None:
     assert names() == (
         *("fp32", "bf16-mixed", "fp16-mixed", "precision-auto"),
-        *("accumulate-4", "checkpoint-activations", "quantize-int8", "ddp", "ddp-static", "loader-auto"),
+        *("accumulate-4", "accumulate-labels-4", "batch-256", "auto-micro-batch"),
+        *("clip-norm", "clip-zclip", "guard-non-finite", "guard-spikes", "guard-rollback"),
+        *("adamw", "adam", "sgd-momentum", "adafactor", "muon", "adamw-8bit", "schedule-free"),
+        *("warmup-cosine", "one-cycle", "linear", "warmup-stable-decay", "inverse-sqrt", "reduce-on-plateau"),
+        *("ema", "swa", "lr-range-test"),
+        *("checkpoint-activations", "quantize-int8", "ddp", "ddp-static", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 

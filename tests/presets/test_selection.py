@@ -60,6 +60,16 @@ _ON_ANY_MACHINE = {
         ("cpu", "single-gpu"),
         ("cpu", "multi-gpu"),
         ("single-gpu", "multi-gpu"),
+        ("clip-norm", "clip-zclip"),
+        ("guard-spikes", "guard-rollback"),
+        ("ema", "swa"),
+        *itertools.combinations(("accumulate-4", "accumulate-labels-4", "batch-256"), 2),
+        *itertools.combinations(
+            ("adamw", "adam", "sgd-momentum", "adafactor", "muon", "adamw-8bit", "schedule-free"), 2
+        ),
+        *itertools.combinations(
+            ("warmup-cosine", "one-cycle", "linear", "warmup-stable-decay", "inverse-sqrt", "reduce-on-plateau"), 2
+        ),
     )
 }
 

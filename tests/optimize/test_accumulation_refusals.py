@@ -10,7 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from tests.optimize.line import Line, loader, steps, trainer
         (0, ValueError, "factor 0 must be 1 or more"),
         (-2, ValueError, "factor -2 must be 1 or more"),
         ({0: 0}, ValueError, "factor 0 must be 1 or more"),
+        ({4: 2, 0: 1}, ValueError, "starts must increase"),
         ({-1: 2}, ValueError, "start -1 must be 0 or more"),
         (2.0, TypeError, "factor 2.0 must be a whole number"),
         (True, TypeError, "factor True must be a whole number"),
@@ -41,10 +43,24 @@ def test_a_schedule_that_makes_no_sense(schedule: Any, error: type[Exception], m
 
 
 def test_unknown_units_and_counts() -> None:
-    with pytest.raises(ValueError, match="unit='step' is not supported: a schedule counts in 'epoch'"):
-        AccumulationScheduler(4, unit="step")
-    with pytest.raises(ValueError, match="use 'samples' or 'batches'"):
+    with pytest.raises(ValueError, match="unit='batch' is unknown; use 'epoch' or 'step'"):
+        AccumulationScheduler(4, unit="batch")
+    with pytest.raises(ValueError, match=r"count='tokens' is unknown\. Did you mean 'labels'"):
         AccumulationScheduler(4, count="tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": 4, "target_batch": 8}, "target_batch=8 and schedule=4 both say how long a window is"),
+        ({"target_batch": 8, "count": "batches"}, "target_batch=8 and count='batches' both say"),
+        ({"target_batch": 0}, "target_batch=0: the factor 0 must be 1 or more"),
+        ({"target_batch": {3: 4, 1: 2}}, "target_batch=.* must increase"),
+    ],
+)
+def test_targets_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AccumulationScheduler(**arguments)
 
 
 class _Manual(Line):
@@ -153,7 +169,7 @@ class _Foreign(Strategy):
 _Foreign.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, XLAStrategy, _Foreign])
+@pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy, XLAStrategy, _Foreign])
 def test_strategies_that_keep_gradients_to_themselves(kind: type[Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
     run, model = trainer(AccumulationScheduler(4)), Line()
     # None of these starts on this machine, so the Trainer is told to have one.
@@ -176,3 +192,14 @@ def test_a_batch_whose_samples_cannot_be_told(batch: Any, found: str) -> None:
         steps([batch], AccumulationScheduler(4), model=_AnyBatch())
     assert steps([batch], AccumulationScheduler(4, count="batches"), model=_AnyBatch()) == [2.0]
     assert steps([batch], AccumulationScheduler(1), model=_AnyBatch()) == [2.0]  # nothing to weigh: nothing to know
+
+
+def test_labels_that_are_not_in_the_batch_are_told() -> None:
+    with pytest.raises(ValueError, match=r"a dict of the batch has no 'labels'; it has 'x', 'label'. Did you mean"):
+        steps([{"x": torch.ones(2), "label": torch.ones(2)}], AccumulationScheduler(2, count="labels"))
+
+
+def test_lbfgs_with_a_scaler_is_refused_without_accumulation_too() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(MisconfigurationException, match=r"LBFGS does not work with precision '16-mixed'.*Use 'bf16-"):
+        steps([torch.ones(2)], AccumulationScheduler(1), model=_Newton(dtype=torch.float32), plugins=[plugin])

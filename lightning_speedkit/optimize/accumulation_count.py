@@ -1,0 +1,136 @@
+"""What a micro-batch weighs in its accumulation window: its samples, its labels, or what a function says.
+
+What it does: the mean loss of a language model is a mean over tokens, and a batch of sequences of different lengths has
+more of them than another with as many sequences. When it helps: padded or packed sequences, ignored labels, masks
+(Lightning #20350). What it costs: for labels, one comparison and one sum per micro-batch; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_speedkit.optimize.accumulation_window import samples_in
+
+__all__ = ["COUNTS", "counter_of", "labels_in"]
+
+COUNTS = ("samples", "batches", "labels", "shifted-labels")
+
+
+def labels_in(batch: Any, labels: str | int = "labels", ignore_index: int = -100, shifted: bool = False) -> Tensor:
+    """The number of labels in a batch that the loss is a mean over.
+
+    Args:
+        batch: A mapping, sequence, dataclass or other object that holds a tensor of labels.
+        labels: Where they are: a key, an index, or a path of these joined by dots, such as ``"targets.labels"`` or
+            ``"1.labels"``.
+        ignore_index: The label that the loss leaves out, as in ``torch.nn.functional.cross_entropy``.
+        shifted: Leave the first label of each row out, as a causal language model does that predicts label ``i + 1``
+            from token ``i``.
+
+    Returns:
+        A whole number, as a tensor of no dimension on the device of the labels.
+
+    Raises:
+        ValueError: There is nothing at that place.
+        TypeError: What is there is no tensor.
+
+    >>> import torch
+    >>> batch = {"labels": torch.tensor([[5, 2, -100], [7, -100, -100]])}
+    >>> labels_in(batch), labels_in(batch, shifted=True)
+    (tensor(3), tensor(1))
+    >>> labels_in((torch.zeros(2, 3), batch), labels="1.labels")
+    tensor(3)
+    """
+    found = batch
+    for part in [labels] if _holds(batch, labels) else str(labels).split("."):
+        found = _entry(found, part, labels)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"labels={labels!r}: a batch must have a tensor at this place, and there is {found!r}.")
+    if shifted and found.ndim:
+        found = found[..., 1:]
+    return (found != ignore_index).sum()
+
+
+def counter_of(
+    count: str | Callable[[Any], int | Tensor], labels: str | int = "labels", ignore_index: int = -100
+) -> Callable[[Any], int | Tensor]:
+    """The function that counts a batch.
+
+    Args:
+        count: ``"samples"``, ``"batches"`` (each counts 1), ``"labels"``, ``"shifted-labels"`` (see
+            :func:`labels_in`), ``"module:function"``, or a function.
+        labels: Where the labels are.
+        ignore_index: The label that does not count.
+
+    Raises:
+        ValueError: The name is unknown, or names nothing that can be imported and called.
+
+    >>> import torch
+    >>> counter_of("samples")({"x": torch.zeros(8, 2)})
+    8
+    >>> counter_of("builtins:len")([1, 2, 3])
+    3
+    """
+    if callable(count):
+        return count
+    if count == "samples":
+        return samples_in
+    if count == "batches":
+        return _one
+    if count in ("labels", "shifted-labels"):
+        return functools.partial(labels_in, labels=labels, ignore_index=ignore_index, shifted=count == "shifted-labels")
+    if isinstance(count, str) and ":" in count:
+        return _imported(count)
+    near = difflib.get_close_matches(str(count), COUNTS, n=1) or (["labels"] if count == "tokens" else [])
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    names = ", ".join(map(repr, COUNTS))
+    raise ValueError(f"count={count!r} is unknown.{hint} Use {names}, 'module:function', or a function.")
+
+
+def _one(_batch: Any) -> int:
+    return 1
+
+
+def _imported(path: str) -> Callable[[Any], int | Tensor]:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"count={path!r} names nothing that can be imported: {error}.") from error
+    if not callable(found):
+        raise ValueError(f"count={path!r} names {found!r}, which cannot be called with a batch.")
+    counter: Callable[[Any], int | Tensor] = found
+    return counter
+
+
+def _holds(batch: Any, key: str | int) -> bool:
+    return isinstance(batch, Mapping) and key in batch  # also a key with a dot in it
+
+
+def _entry(batch: Any, part: str | int, path: str | int) -> Any:
+    if isinstance(batch, Mapping):
+        if part in batch:
+            return batch[part]
+        has = ", ".join(map(repr, batch)) or "nothing"
+    elif isinstance(batch, (list, tuple)) and str(part).lstrip("-").isdecimal():
+        if -len(batch) <= int(part) < len(batch):
+            return batch[int(part)]
+        has = f"{len(batch)} entries"
+    elif not isinstance(batch, Tensor) and hasattr(batch, str(part)):
+        return getattr(batch, str(part))
+    else:
+        has = "no such entry"
+    near = difflib.get_close_matches(str(part), map(str, batch), n=1) if isinstance(batch, Mapping) else []
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"labels={path!r}: a {type(batch).__name__} of the batch has no {part!r}; it has {has}.{hint} Say where the "
+        "labels are by a key, an index or a path such as 'targets.labels', or pass a function as count."
+    )

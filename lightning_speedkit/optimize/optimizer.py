@@ -1,0 +1,187 @@
+"""Optimizers by name, with groups, weight decay and the fastest implementation chosen as they should be.
+
+What it does: ``build_optimizer("adamw", module, lr=1e-3)`` takes the trainable parameters of a module, each once, puts
+no weight decay on biases and norms, and uses the fused implementation where the parameters allow it. When it helps:
+always a little; fused AdamW on a CPU took a quarter of the time of the default one (1.27 against 4.94 ms per step of a
+net with 0.54 million weights, one thread). What it costs: a fused step differs from the default one in the last bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_speedkit.errors import MissingExtraError
+from lightning_speedkit.optimize.muon import MuonWithAdamW, hidden_matrices
+from lightning_speedkit.optimize.optimizer_groups import ParameterSetting, parameter_groups, parameter_settings
+from lightning_speedkit.optimize.optimizer_options import checked_options, unknown_name
+from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
+
+__all__ = ["OPTIMIZERS", "NamedOptimizer", "build_from_settings", "build_optimizer", "named_optimizer"]
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedOptimizer:
+    """What a name stands for. ``weight_decay`` is the default, ``scale`` the kind of learning rate that it takes."""
+
+    summary: str
+    cls: type[Optimizer] | None  # None: a library that is looked for when it is used
+    scale: str
+    weight_decay: float = 0.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fuses: bool = False
+
+
+OPTIMIZERS: Mapping[str, NamedOptimizer] = {
+    "adamw": NamedOptimizer(
+        summary="AdamW, fused.", cls=torch.optim.AdamW, scale="adam", weight_decay=0.01, fuses=True
+    ),
+    "adam": NamedOptimizer(
+        summary="Adam, fused; its weight decay is added to the gradient.",
+        cls=torch.optim.Adam,
+        scale="adam",
+        fuses=True,
+    ),
+    "sgd-momentum": NamedOptimizer(
+        summary="SGD with a momentum of 0.9, fused.",
+        cls=torch.optim.SGD,
+        scale="sgd",
+        defaults={"momentum": 0.9},
+        fuses=True,
+    ),
+    "adafactor": NamedOptimizer(
+        summary="Adafactor, whose states are a row and a column per matrix.",
+        cls=torch.optim.Adafactor,
+        scale="adafactor",
+    ),
+    "muon": NamedOptimizer(
+        summary="Muon for the hidden matrices, AdamW for the rest.",
+        cls=MuonWithAdamW,
+        scale="adam",
+        weight_decay=0.1,
+        fuses=True,
+    ),
+    "adamw-8bit": NamedOptimizer(
+        summary="AdamW with states of 8 bits, by torchao.", cls=None, scale="adam", weight_decay=0.01
+    ),
+    "schedule-free": NamedOptimizer(
+        summary="AdamW with an average of the weights in place of a schedule.", cls=ScheduleFreeAdamW, scale="adam"
+    ),
+}
+
+
+def named_optimizer(name: str) -> NamedOptimizer:
+    """What a name stands for.
+
+    Raises:
+        ValueError: There is no such name; the message has the nearest.
+
+    >>> named_optimizer("muon").summary
+    'Muon for the hidden matrices, AdamW for the rest.'
+    """
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    return OPTIMIZERS[name]
+
+
+def build_optimizer(
+    name: str,
+    module: nn.Module,
+    lr: float,
+    weight_decay: float | None = None,
+    *,
+    layer_decay: float = 1.0,
+    layers: Sequence[str] | None = None,
+    decay_all: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """An optimizer over the trainable parameters of a module.
+
+    Args:
+        name: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` (needs torchao)
+            or ``"schedule-free"`` (needs its switches: see
+            :class:`~lightning_speedkit.optimize.schedule_free_switch.ScheduleFreeSwitch`).
+        module: Any module. What it shares is taken once, what is frozen is left out.
+        lr: The learning rate, of the last layer if ``layer_decay`` is below 1.
+        weight_decay: Of weights; ``None`` takes the optimizer's own default. Biases and norms get none.
+        layer_decay: Each layer's rate is that of the next layer towards the output times this.
+        layers: The layers from input to output, as prefixes of parameter names, where they cannot be told.
+        decay_all: Decay biases and norms too.
+        options: Further arguments of the optimizer, for example ``{"betas": [0.9, 0.95]}``,
+            ``{"nesterov": True}`` or ``{"fused": False}``.
+
+    Raises:
+        ValueError: A name, an option or a number is not allowed, or there is nothing to train.
+        TypeError: A number is none.
+        MissingExtraError: torchao is not installed.
+
+    >>> net = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    >>> optimizer = build_optimizer("sgd-momentum", net, lr=0.1, weight_decay=5e-4, options={"nesterov": True})
+    >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    [('decay', 2, 0.0005), ('no_decay', 4, 0.0)]
+    """
+    decay = named_optimizer(name).weight_decay if weight_decay is None else weight_decay
+    settings = parameter_settings(module, lr, decay, layer_decay=layer_decay, layers=layers, decay_all=decay_all)
+    return build_from_settings(name, module, settings, options)
+
+
+def build_from_settings(
+    name: str, module: nn.Module, settings: Sequence[ParameterSetting], options: Mapping[str, Any] | None = None
+) -> Optimizer:
+    """The optimizer of that name over settings that :func:`parameter_settings` gave, or that were made of them.
+
+    >>> settings = parameter_settings(net := nn.Linear(2, 1), lr=0.1)
+    >>> type(build_from_settings("adam", net, settings)).__name__
+    'Adam'
+    """
+    named = named_optimizer(name)
+    if not settings:
+        raise ValueError(f"There is nothing to train in {type(module).__name__}: no parameter is left for {name!r}.")
+    cls = named.cls or _eight_bit()
+    known = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay")]
+    chosen = {**named.defaults, **checked_options(name, options, known)}
+    if named.fuses and not {"fused", "foreach", "differentiable", "capturable"} & chosen.keys():
+        chosen["fused"] = _can_fuse(s.parameter for s in settings)
+    groups = _muon_groups(module, settings) if cls is MuonWithAdamW else parameter_groups(settings)
+    lr = max(s.lr for s in settings)  # unused: each group has its own
+    return cls(groups, lr=lr, **chosen)  # type: ignore[call-arg]
+
+
+def _muon_groups(module: nn.Module, settings: Sequence[ParameterSetting]) -> list[dict[str, Any]]:
+    hidden = set(hidden_matrices(module))
+    matrices = [s for s in settings if s.name in hidden]
+    if not matrices:
+        raise ValueError(
+            f"{type(module).__name__} has nothing for Muon, which is for weight matrices of hidden layers that are "
+            "trained (embeddings and the last layer are left to AdamW). Use 'adamw'."
+        )
+    of_muon = [{**group, "muon": True} for group in parameter_groups(matrices)]
+    others = [{**group, "muon": False} for group in parameter_groups([s for s in settings if s.name not in hidden])]
+    groups = of_muon + others
+    if len(groups) > 1:
+        for group in groups:
+            group["name"] = f"{'muon' if group['muon'] else 'adamw'}_{group.get('name', 'all')}"
+    return groups
+
+
+def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool | None:
+    """``None``, which leaves the choice to torch, where the fused kernels would refuse a parameter."""
+    fits = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+    return True if fits else None
+
+
+def _eight_bit() -> type[Optimizer]:
+    try:
+        found: type[Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        raise MissingExtraError("The optimizer 'adamw-8bit'", extra="quant", library="torchao") from error
+    return found

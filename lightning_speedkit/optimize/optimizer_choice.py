@@ -1,0 +1,243 @@
+"""Another optimizer or schedule for a LightningModule that is not to be edited.
+
+What it does: for one ``fit``, ``configure_optimizers`` of the module returns the optimizer and the schedule that these
+callbacks name. Which parameters are trained stays the module's decision: those that its own optimizer holds. After the
+fit the module is as it was. When it helps: to try, by a preset or a line of YAML, what a paper's module would do with
+another optimizer. What it costs: the module's own optimizer is built too, and dropped before it has any state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_speedkit.measure.lightning_internals import read_optimizers
+from lightning_speedkit.optimize.optimizer import named_optimizer
+from lightning_speedkit.optimize.optimizer_options import unknown_name
+from lightning_speedkit.optimize.optimizer_replacement import replaced_optimizer
+from lightning_speedkit.optimize.optimizers_for import fitting_options, schedule_for
+from lightning_speedkit.optimize.schedule import schedule_names
+from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
+
+__all__ = ["OptimizerChoice", "ScheduleChoice"]
+
+_Choice = TypeVar("_Choice", bound=Callback)
+
+
+def _only(trainer: pl.Trainer, kind: type[_Choice]) -> _Choice | None:
+    found = [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+    if len(found) > 1:
+        what = "optimizers" if kind is OptimizerChoice else "schedules"
+        raise MisconfigurationException(
+            f"Two {what} at once: there are {len(found)} {kind.__name__}. Keep one of them."
+        )
+    return found[0] if found else None
+
+
+def _override(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+    """Let ``configure_optimizers`` of the module answer as the callbacks say; returns what undoes it."""
+    choice, schedule = _only(trainer, OptimizerChoice), _only(trainer, ScheduleChoice)
+    own_configure = module.configure_optimizers
+    found = vars(module).get("configure_optimizers")
+
+    def configure_optimizers() -> dict[str, Any]:
+        optimizers, schedules = read_optimizers(own_configure())
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.configure_optimizers returns {len(optimizers)} optimizers; another one can "
+                "be chosen for exactly one. Remove the callback or preset."
+            )
+        if schedules and not (schedule and schedule.replace):
+            lost = type(getattr(schedules[0], "scheduler", schedules[0])).__name__
+            raise MisconfigurationException(
+                f"Two schedules at once: {type(module).__name__} has one of its own, {lost}, which belongs to its own "
+                "optimizer. To put another in its place, add ScheduleChoice(..., replace=True); or remove one of them."
+            )
+        optimizer = optimizers[0] if choice is None else choice.optimizer_for(module, optimizers[0])
+        if schedule is None:
+            return {"optimizer": optimizer}
+        return {"optimizer": optimizer, "lr_scheduler": schedule.schedule_for(module, optimizer)}
+
+    def undo() -> None:
+        if vars(module).get("configure_optimizers") is configure_optimizers:
+            del module.configure_optimizers
+            if found is not None:
+                module.configure_optimizers = found  # type: ignore[method-assign]
+
+    module.configure_optimizers = configure_optimizers  # type: ignore[method-assign, assignment]
+    return undo
+
+
+class OptimizerChoice(ScheduleFreeSwitch):
+    """Trains with the optimizer of that name, whatever ``configure_optimizers`` of the module returns.
+
+    The parameters are those of the module's own optimizer. With ``"schedule-free"`` the callback also switches the
+    weights, as :class:`~lightning_speedkit.optimize.schedule_free_switch.ScheduleFreeSwitch` does.
+
+    Args:
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` or
+            ``"schedule-free"``.
+        lr: The learning rate; ``None`` keeps those of the module's own optimizer, if that is of the same kind.
+        weight_decay: Of weights; ``None`` keeps the module's own, if its optimizer is of the same kind.
+        layer_decay: Each layer's rate is that of the next layer towards the output times this.
+        layers: The layers from input to output, as prefixes of parameter names, where they cannot be told.
+        decay_all: Decay biases and norms too.
+        options: Further arguments of the optimizer, for example ``{"betas": [0.9, 0.95]}``.
+
+    Raises:
+        ValueError: The name is unknown; or, at ``fit``, an option or a number is not allowed.
+        MisconfigurationException: At ``fit``: two of these callbacks, a schedule that the module has of its own,
+            several optimizers, or a missing ``lr``.
+
+    Example:
+
+        >>> import torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> class Model(BoringModel):
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> choice = OptimizerChoice("adamw", lr=1e-3)
+        >>> trainer = pl.Trainer(max_steps=1, accelerator="cpu", callbacks=choice, barebones=True)
+        >>> trainer.fit(Model())
+        >>> type(trainer.optimizers[0]).__name__
+        'AdamW'
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        layer_decay: float = 1.0,
+        layers: list[str] | None = None,
+        decay_all: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        named_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.layer_decay = layer_decay
+        self.layers = None if layers is None else list(layers)
+        self.decay_all = decay_all
+        self.options = None if options is None else dict(options)
+        self._undo: Callable[[], None] | None = None
+
+    def optimizer_for(self, module: pl.LightningModule, own: Optimizer) -> Optimizer:
+        """The chosen optimizer, for a module in a fit whose own optimizer is ``own``."""
+        return replaced_optimizer(
+            module,
+            own,
+            self.optimizer,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            layer_decay=self.layer_decay,
+            layers=self.layers,
+            decay_all=self.decay_all,
+            options=fitting_options(module.trainer, self.optimizer, self.options),
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._undo = _override(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self.teardown(trainer, pl_module, "fit")
+
+
+class ScheduleChoice(Callback):
+    """Trains with the learning-rate schedule of that name; its peak is the rate of the optimizer.
+
+    The optimizer is that of the module, or of an :class:`OptimizerChoice`. The schedule counts optimizer steps, and its
+    length is that of the fit.
+
+    Args:
+        schedule: ``"warmup-cosine"``, ``"one-cycle"``, ``"linear"``, ``"warmup-stable-decay"``, ``"inverse-sqrt"``,
+            ``"constant"`` or ``"reduce-on-plateau"``.
+        warmup: The length of the rise, in steps (a whole number) or as a share of the run (below 1).
+        final: What the peak rate is multiplied with at the end.
+        monitor: The metric that ``"reduce-on-plateau"`` follows.
+        replace: Replace a schedule that the module has of its own; it is an error otherwise.
+        frequency: The rate changes every so many optimizer steps.
+        total_steps: The length of the schedule, if it is not that of the fit.
+        options: Of the schedule, for example ``{"decay": 0.1}`` or ``{"patience": 3}``.
+
+    Raises:
+        ValueError: The name is unknown; or, at ``fit``, an option or a number is not allowed.
+        MisconfigurationException: At ``fit``: two schedules, manual optimization, or no known end of the run.
+
+    Example:
+
+        >>> import torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> class Model(BoringModel):
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> schedule = ScheduleChoice("linear", warmup=1)
+        >>> trainer = pl.Trainer(max_steps=3, accelerator="cpu", callbacks=schedule, barebones=True)
+        >>> trainer.fit(Model())
+        >>> trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+        [0.0]
+    """
+
+    def __init__(
+        self,
+        schedule: str = "warmup-cosine",
+        warmup: int | float | None = None,
+        final: float | None = None,
+        monitor: str = "val_loss",
+        replace: bool = False,
+        frequency: int = 1,
+        total_steps: int | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if schedule not in schedule_names():
+            raise unknown_name("schedule", schedule, schedule_names())
+        self.schedule = schedule
+        self.warmup = warmup
+        self.final = final
+        self.monitor = monitor
+        self.replace = replace
+        self.frequency = frequency
+        self.total_steps = total_steps
+        self.options = None if options is None else dict(options)
+        self._undo: Callable[[], None] | None = None
+
+    def schedule_for(self, module: pl.LightningModule, optimizer: Optimizer) -> dict[str, Any]:
+        """The ``"lr_scheduler"`` of ``configure_optimizers``, for a module in a fit."""
+        settings = {"warmup": self.warmup, "final": self.final, "frequency": self.frequency, "options": self.options}
+        if self.total_steps is not None:
+            settings["total_steps"] = self.total_steps
+        return schedule_for(module, optimizer, self.schedule, self.monitor, settings)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and _only(trainer, OptimizerChoice) is None:  # which looks for the schedule itself
+            self._undo = _override(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
