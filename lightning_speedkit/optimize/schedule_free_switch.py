@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from typing_extensions import override
 
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
+from lightning_speedkit.optimize.weight_averaging import AverageWeights
 
 __all__ = ["ScheduleFreeSwitch"]
 
@@ -25,7 +26,8 @@ class ScheduleFreeSwitch(Callback):
 
     That is in validation, in every checkpoint, and from the end of ``fit`` on, also after an exception. In between, the
     training weights come back bit for bit, so a run with validation equals one without. With another optimizer the
-    callback does nothing. A run resumes from its checkpoints exactly.
+    callback does nothing. A run resumes from its checkpoints exactly. Its place among the callbacks does not matter:
+    with that optimizer it moves to the front of the Trainer's list.
 
     ``trainer.save_checkpoint(path, weights_only=True)`` calls no hook of a callback: inside a batch such a file has the
     training weights. The files of ``ModelCheckpoint(save_weights_only=True)`` have the average.
@@ -53,12 +55,9 @@ class ScheduleFreeSwitch(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        others = [c for c in trainer.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]  # type: ignore[attr-defined]
-        if others and _schedule_free(trainer):
-            raise MisconfigurationException(
-                f"{type(others[0]).__name__} and ScheduleFreeAdamW both average the weights. Remove the callback, or "
-                "use another optimizer."
-            )
+        if _schedule_free(trainer):
+            _refuse_second_average(trainer)
+            _go_first(trainer, self)
         self._saves_bare_weights = any(getattr(c, "save_weights_only", False) for c in trainer.checkpoint_callbacks)
 
     @override
@@ -105,6 +104,22 @@ class ScheduleFreeSwitch(Callback):
     def _show_average(self, trainer: pl.Trainer) -> None:
         for optimizer in _schedule_free(trainer):
             optimizer.eval()
+
+
+def _refuse_second_average(trainer: pl.Trainer) -> None:
+    averaging = (AverageWeights, WeightAveraging, StochasticWeightAveraging)
+    others = [c for c in trainer.callbacks if isinstance(c, averaging)]  # type: ignore[attr-defined]
+    if others:
+        raise MisconfigurationException(
+            f"{type(others[0]).__name__} and ScheduleFreeAdamW both average the weights. Remove the callback, or use "
+            "another optimizer."
+        )
+
+
+def _go_first(trainer: pl.Trainer, callback: Callback) -> None:
+    """Let other callbacks find the weights switched, such as one that keeps those of training as a batch starts."""
+    rest = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
+    trainer.callbacks = [callback, *rest]  # type: ignore[attr-defined]  # a new list: the old one is being gone through
 
 
 def _schedule_free(trainer: pl.Trainer) -> list[ScheduleFreeAdamW]:

@@ -34,6 +34,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
+from lightning_speedkit.optimize.spike_guard import SpikeGuard
 from lightning_speedkit.optimize.weight_averaging_values import WeightAverage
 
 __all__ = ["AverageWeights"]
@@ -115,7 +117,7 @@ class AverageWeights(Callback):
             return
         _refuse(trainer)
         _warn_of_weights_only(trainer)
-        _follow_pruning(trainer, self)
+        _follow(trainer, self)
         self._average, self._last = self._new_average(), -1
 
     @override
@@ -235,11 +237,11 @@ def _warn_of_weights_only(trainer: pl.Trainer) -> None:
         )
 
 
-def _follow_pruning(trainer: pl.Trainer, callback: AverageWeights) -> None:
-    """Let our hooks run after those of ModelPruning, which makes the ``state_dict`` of a checkpoint anew."""
+def _follow(trainer: pl.Trainer, callback: AverageWeights) -> None:
+    """Run after ModelPruning, which makes the ``state_dict`` of a checkpoint anew, and guards, which uncount steps."""
     order = list(trainer.callbacks)  # type: ignore[attr-defined]
-    pruning = [i for i, other in enumerate(order) if isinstance(other, ModelPruning)]
-    if pruning and order.index(callback) < pruning[-1]:
+    earlier = [i for i, other in enumerate(order) if isinstance(other, (ModelPruning, NonFiniteGuard, SpikeGuard))]
+    if earlier and order.index(callback) < earlier[-1]:
         order.remove(callback)
-        order.insert(pruning[-1], callback)
+        order.insert(earlier[-1], callback)
         trainer.callbacks = order  # type: ignore[attr-defined]  # a new list: the old one is being gone through

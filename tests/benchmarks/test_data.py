@@ -19,6 +19,7 @@ from benchmarks.data import cold, measuring
 from benchmarks.data.bars import Bar, held_against
 from benchmarks.data.datasets import NAMES, Data, dataset
 from benchmarks.data.loading import PEERS, bars, variants
+from benchmarks.data.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RAW = ("limits.copying", "ours.threads", "ours.processes", "ours.inline", "naive.lmdb", "naive.files")
@@ -50,7 +51,8 @@ def test_floats_too(way: str) -> None:
 def test_a_peer_gives_every_sample_once(data: str, peer: str) -> None:
     pytest.importorskip(MODULES.get(peer, peer))
     code = f"""if __name__ == "__main__":
-    from benchmarks.data.measuring import checked
+    from benchmarks.data.tables import table
+from benchmarks.data.measuring import checked
     checked("benchmarks.data.peers.{peer}", "{data}", workers=2)
 """
     script = Path(os.environ["SPEEDKIT_BENCHMARK_DATA"]) / f"{peer}_{data}.py"
@@ -186,3 +188,22 @@ def test_smoke_run(script: str, tmp_path: Path) -> None:
     installed = [name for name in content["summary"] if name.split(",")[0] not in PEERS]
     assert {name: content["summary"][name]["errors"] for name in installed} == {name: [] for name in installed}
     assert content["bars"]
+
+
+def test_a_table_has_the_medians_and_tells_what_failed() -> None:
+    rate = {"median": 1234.4, "min": 1.0, "max": 9000.0}
+    summary = {
+        "old": {"metrics": {"samples_per_second": rate}, "ratios": {}},
+        "new": {
+            "metrics": {"samples_per_second": rate},
+            "ratios": {"samples_per_second": {"median": 2.04, "min": 1.5, "max": 12.0}},
+        },
+        "broken": {"metrics": {}, "ratios": {}},
+    }
+    assert table({"baseline": "old", "summary": summary}).splitlines() == [
+        "| | samples/s | times old |",
+        "|---|---:|---:|",
+        "| old | 1 234 | |",
+        "| new | 1 234 | 2.0 (1.5 to 12.0) |",
+        "| broken | failed | |",
+    ]

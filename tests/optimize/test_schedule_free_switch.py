@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
+from lightning_speedkit.optimize.spike_guard import SpikeGuard
+from lightning_speedkit.optimize.weight_averaging import AverageWeights
 from tests.conformance.models import Classifier, loader, quiet_trainer
 
 
@@ -106,6 +108,30 @@ def test_an_exception_leaves_the_average() -> None:
     _equal(_weights(model), _weights(stopped))
 
 
-def test_a_second_average_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="EMAWeightAveraging and ScheduleFreeAdamW both average"):
-        _fit(ScheduleFreeSwitch(), EMAWeightAveraging())
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, AverageWeights])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_second_average_is_refused_in_both_orders(kind: type[Callback], order: int) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{kind.__name__} and ScheduleFreeAdamW both average"):
+        _fit(*[ScheduleFreeSwitch(), kind()][::order])
+
+
+class _Spikes(_Model):
+    """Keeps the weights of each training batch; the loss of the first batch of the third epoch is far too large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trained.append(_weights(self))
+        return super().training_step(batch, batch_idx) * (1e6 if len(self.trained) == 13 else 1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_snapshot_after_a_validation_holds_the_training_weights(order: int) -> None:
+    guard = SpikeGuard("rollback", threshold=100.0, window=3, snapshot_every=6)  # at the start of each epoch
+    model = _Spikes()
+    trainer = quiet_trainer([guard, ScheduleFreeSwitch()][::order], max_epochs=3)
+    with pytest.warns(UserWarning, match="the weights of 6 steps ago are restored"):
+        trainer.fit(model, loader(), loader())
+    _equal(model.trained[13], model.trained[6])

@@ -23,6 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
+from lightning_speedkit.optimize.spike_guard import SpikeGuard
 from lightning_speedkit.optimize.weight_averaging import AverageWeights
 from tests.optimize.line import Line, Stream, batches_of, loader, trainer
 from tests.two_ranks import on_two_ranks
@@ -116,6 +118,19 @@ def test_a_start_that_is_never_reached_loses_nothing() -> None:
     assert model.validated[-1] == -9.0
     reference, _ = _fit(EMAWeightAveraging(update_starting_at_step=100))
     assert reference.w.item() == 1.0  # what Lightning makes of it: if this fails, Lightning has mended it
+
+
+class _BadSecondBatch(Watched):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 1 else 1.0)
+
+
+@pytest.mark.parametrize("guard", [NonFiniteGuard, SpikeGuard])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_step_that_a_guard_skips_is_no_step_in_either_order(guard: type[Callback], order: int) -> None:
+    with pytest.warns(UserWarning, match="step is skipped"):
+        model, _ = _fit(*[AverageWeights("swa"), guard()][::order], model=_BadSecondBatch())
+    assert model.w.item() == pytest.approx((0.0 - 3.0 - 7.0) / 3, rel=1e-14)
 
 
 class _FailsInValidation(Watched):
