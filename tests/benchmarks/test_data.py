@@ -51,8 +51,7 @@ def test_floats_too(way: str) -> None:
 def test_a_peer_gives_every_sample_once(data: str, peer: str) -> None:
     pytest.importorskip(MODULES.get(peer, peer))
     code = f"""if __name__ == "__main__":
-    from benchmarks.data.tables import table
-from benchmarks.data.measuring import checked
+    from benchmarks.data.measuring import checked
     checked("benchmarks.data.peers.{peer}", "{data}", workers=2)
 """
     script = Path(os.environ["SPEEDKIT_BENCHMARK_DATA"]) / f"{peer}_{data}.py"
