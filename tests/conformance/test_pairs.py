@@ -33,7 +33,7 @@ SENSIBLE = [pair for pair in UNORDERED if pair not in NOT_SENSIBLE] + [
 ]
 
 
-def _pairs(pairs: Sequence[tuple[Case, Case]]) -> Any:
+def _pairs(pairs: Sequence[tuple[Case, Case]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("one", "other"), pairs, ids=lambda case: case.name)
 
 
