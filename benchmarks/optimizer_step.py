@@ -45,16 +45,19 @@ def measure(steps: int, width: int, name: str | None) -> dict[str, float]:
             seconds.append(time.perf_counter() - start)
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return {"seconds_per_step": statistics.median(seconds), "state_bytes_per_weight_byte": _bytes(states) / weights}
+    return {
+        "seconds_per_step": statistics.median(seconds),
+        "state_bytes_per_weight_byte": state_bytes(states) / weights,
+    }
 
 
-def _bytes(tensors: list[object]) -> int:
+def state_bytes(tensors: list[object]) -> int:
     """Of tensors, and of those that a quantized tensor is made of."""
     total = 0
     for tensor in tensors:
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
         parts = [getattr(tensor, name) for name in names]
-        total += _bytes(parts) if parts else tensor.numel() * tensor.element_size()  # type: ignore[attr-defined]
+        total += state_bytes(parts) if parts else tensor.numel() * tensor.element_size()  # type: ignore[attr-defined]
     return total
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LearningRates", "scale_schedule"]
+__all__ = ["LearningRates", "peak_rate", "peak_rates", "scale_schedule", "write_value"]
 
 
 class LearningRates:
@@ -33,14 +33,36 @@ class LearningRates:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups
-        rates = [_peak(group) for group in self._groups]
+        rates = peak_rates(optimizer)
         self.leading = max(rates)
         self.ratios = tuple(rate / self.leading if self.leading > 0 else 1.0 for rate in rates)
 
     def set(self, rate: float) -> None:
         """Give the leading group that rate, and the others theirs."""
         for group, ratio in zip(self._groups, self.ratios, strict=True):
-            _write(group, "lr", rate * ratio)
+            write_value(group, "lr", rate * ratio)
+
+
+def peak_rate(group: Mapping[str, Any]) -> float:
+    """The highest rate of a parameter group: not ``lr`` where a scheduler was built, which has set that already.
+
+    Example:
+
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> _ = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+        >>> optimizer.param_groups[0]["lr"], peak_rate(optimizer.param_groups[0])
+        (0.0, 0.1)
+    """
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+
+
+def peak_rates(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()) -> list[float]:
+    """The highest rate of each parameter group; ``CyclicLR`` has it in itself, and no group."""
+    rates = [peak_rate(group) for group in optimizer.param_groups]
+    for part in _with_parts(schedulers):
+        if isinstance(tops := getattr(part, "max_lrs", None), list):
+            rates = [max(rate, float(top)) for rate, top in zip(rates, tops, strict=True)]
+    return rates
 
 
 def scale_schedule(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], rate: float) -> None:
@@ -65,7 +87,7 @@ def scale_schedule(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], 
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:
-                _write(group, name, float(group[name]) * factor)
+                write_value(group, name, float(group[name]) * factor)
     for scheduler in parts:
         for name in ("base_lrs", "max_lrs", "_last_lr"):
             if isinstance(rates := getattr(scheduler, name, None), list):
@@ -78,11 +100,8 @@ def _with_parts(schedulers: Iterable[Any]) -> Iterable[Any]:
         yield from _with_parts(getattr(scheduler, "_schedulers", ()))
 
 
-def _peak(group: dict[str, Any]) -> float:
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
-
-
-def _write(group: dict[str, Any], name: str, value: float) -> None:
+def write_value(group: dict[str, Any], name: str, value: float) -> None:
+    """Write a number into a parameter group, in place if it is a tensor there."""
     if isinstance(group[name], Tensor):
         group[name].fill_(value)
     else:

@@ -5,8 +5,8 @@ optimization takes one optimizer, a scheduler knows one, and so does a gradient 
 matrices only. Here both are one.
 
 When it helps: transformers and other nets whose work is done in matrices of hidden layers. What it costs: five products
-of matrices per weight and step, in bfloat16: little on a GPU, a lot on a CPU (a 128 x 128 weight took 26.6 ms per step
-on a CPU with AVX2 and no bfloat16 units). One momentum is kept instead of AdamW's two.
+of matrices per weight and step, in bfloat16: little on a GPU, a lot on a CPU without bfloat16 units
+(``python -m benchmarks.optimizer_step`` measures it). One momentum is kept instead of AdamW's two.
 
 Source: Jordan et al., https://kellerjordan.github.io/posts/muon/, who say to leave embeddings and the last layer out.
 The learning rate is adjusted so that one rate serves both halves (Liu et al., arXiv 2502.16982).
@@ -38,7 +38,9 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     ['1.weight', '2.weight']
     """
     embeddings = {id(p) for m in module.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(recurse=False)}
-    matrices = [(name, p) for name, p in module.named_parameters() if p.ndim == 2 and "bias" not in name]
+    matrices = [
+        (name, p) for name, p in module.named_parameters() if p.ndim == 2 and "bias" not in name.rpartition(".")[2]
+    ]
     tied = bool(matrices) and _shares_its_head(module, embeddings)
     found = [name for name, p in matrices if id(p) not in embeddings and p.requires_grad]
     return found if tied else found[:-1]

@@ -2,8 +2,8 @@
 
 What it does: ``build_optimizer("adamw", module, lr=1e-3)`` takes the trainable parameters of a module, each once, puts
 no weight decay on biases and norms, and uses the fused implementation where the parameters allow it. When it helps:
-always a little; fused AdamW on a CPU took a quarter of the time of the default one (1.27 against 4.94 ms per step of a
-net with 0.54 million weights, one thread). What it costs: a fused step differs from the default one in the last bits.
+where the optimizer is a noticeable part of a step; ``python -m benchmarks.optimizer_step`` measures it. What it costs:
+a fused step differs from the default one in the last bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOptimizer:
-    """What a name stands for. ``weight_decay`` is the default, ``scale`` the kind of learning rate that it takes."""
+    """What a name stands for.
+
+    ``weight_decay`` is the default, ``scale`` the kind of learning rate that it takes, and ``decoupled`` says whether
+    the decay shrinks the weights beside the update, or is added to the gradient.
+    """
 
     summary: str
     cls: type[Optimizer] | None  # None: a library that is looked for when it is used
     scale: str
     weight_decay: float = 0.0
+    decoupled: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fuses: bool = False
 
@@ -49,12 +54,14 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
         summary="Adam, fused; its weight decay is added to the gradient.",
         cls=torch.optim.Adam,
         scale="adam",
+        decoupled=False,
         fuses=True,
     ),
     "sgd-momentum": NamedOptimizer(
         summary="SGD with a momentum of 0.9, fused.",
         cls=torch.optim.SGD,
         scale="sgd",
+        decoupled=False,
         defaults={"momentum": 0.9},
         fuses=True,
     ),

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_speedkit.measure.lightning_internals import read_optimizers
 from lightning_speedkit.optimize.optimizer import named_optimizer
 from lightning_speedkit.optimize.optimizer_options import unknown_name
-from lightning_speedkit.optimize.optimizer_replacement import replaced_optimizer
+from lightning_speedkit.optimize.optimizer_replacement import replaced_optimizer, without_schedules
 from lightning_speedkit.optimize.optimizers_for import fitting_options, schedule_for
 from lightning_speedkit.optimize.schedule import schedule_names
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
@@ -53,13 +53,16 @@ def _override(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], N
                 f"{type(module).__name__}.configure_optimizers returns {len(optimizers)} optimizers; another one can "
                 "be chosen for exactly one. Remove the callback or preset."
             )
-        if schedules and not (schedule and schedule.replace):
-            lost = type(getattr(schedules[0], "scheduler", schedules[0])).__name__
+        schedulers = [given.get("scheduler") if isinstance(given, dict) else given for given in schedules]
+        if schedulers and not (schedule and schedule.replace):
+            lost = type(schedulers[0]).__name__
             raise MisconfigurationException(
                 f"Two schedules at once: {type(module).__name__} has one of its own, {lost}, which belongs to its own "
                 "optimizer. To put another in its place, add ScheduleChoice(..., replace=True); or remove one of them."
             )
-        optimizer = optimizers[0] if choice is None else choice.optimizer_for(module, optimizers[0])
+        optimizer = without_schedules(optimizers[0], schedulers) if schedulers else optimizers[0]
+        if choice is not None:
+            optimizer = choice.optimizer_for(module, optimizer)
         if schedule is None:
             return {"optimizer": optimizer}
         return {"optimizer": optimizer, "lr_scheduler": schedule.schedule_for(module, optimizer)}
@@ -84,7 +87,7 @@ class OptimizerChoice(ScheduleFreeSwitch):
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` or
             ``"schedule-free"``.
         lr: The learning rate; ``None`` keeps those of the module's own optimizer, if that is of the same kind.
-        weight_decay: Of weights; ``None`` keeps the module's own, if its optimizer is of the same kind.
+        weight_decay: Of weights; ``None`` keeps the module's own, if its optimizer and its decay are of the same kind.
         layer_decay: Each layer's rate is that of the next layer towards the output times this.
         layers: The layers from input to output, as prefixes of parameter names, where they cannot be told.
         decay_all: Decay biases and norms too.

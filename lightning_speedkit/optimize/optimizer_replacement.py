@@ -7,17 +7,19 @@ to put an optimizer in the place of one that somebody else wrote. It costs nothi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
-from lightning_speedkit.optimize.optimizer import build_from_settings, named_optimizer
+from lightning_speedkit.optimize.lr_range_rates import peak_rate, peak_rates, write_value
+from lightning_speedkit.optimize.optimizer import NamedOptimizer, build_from_settings, named_optimizer
 from lightning_speedkit.optimize.optimizer_groups import ParameterSetting, parameter_settings
 
-__all__ = ["replaced_optimizer"]
+__all__ = ["replaced_optimizer", "without_schedules"]
 
 # the optimizers whose learning rates are of one kind
 _SCALES: Mapping[str, tuple[type[Optimizer], ...]] = {
@@ -25,6 +27,35 @@ _SCALES: Mapping[str, tuple[type[Optimizer], ...]] = {
     "sgd": (SGD,),
     "adafactor": (Adafactor,),
 }
+# what schedulers of torch write into a group
+_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
+def without_schedules(optimizer: Optimizer, schedulers: Iterable[Any]) -> Optimizer:
+    """The optimizer with the rates that it had before it was given these schedules, which set them at once.
+
+    ``CyclicLR`` and ``OneCycleLR`` leave no rate but their own: there the highest is taken. Where they cycle the
+    momentum as well, each group gets the momentum that the optimizer was made with; one of its own is not to be found
+    any more.
+
+    >>> import torch
+    >>> optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.8)
+    >>> schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
+    >>> [round(optimizer.param_groups[0][name], 3) for name in ("lr", "momentum")]
+    [0.02, 0.95]
+    >>> [without_schedules(optimizer, [schedule]).param_groups[0][name] for name in ("lr", "momentum")]
+    [0.5, 0.8]
+    """
+    defaults = optimizer.defaults
+    for group, rate in zip(optimizer.param_groups, peak_rates(optimizer, schedulers), strict=True):
+        write_value(group, "lr", rate)
+        if "max_momentum" in group and "betas" in defaults:
+            group["betas"] = (defaults["betas"][0], *group["betas"][1:])
+        elif "max_momentum" in group:
+            group["momentum"] = defaults["momentum"]
+        for name in _OF_SCHEDULES:
+            group.pop(name, None)
+    return optimizer
 
 
 def replaced_optimizer(
@@ -45,8 +76,10 @@ def replaced_optimizer(
         module: The module.
         own: The optimizer that is replaced.
         name: As in :func:`~lightning_speedkit.optimize.optimizer.build_optimizer`, as is all that follows.
-        lr: ``None`` keeps, for each parameter, the rate that ``own`` has for it.
-        weight_decay: ``None`` keeps that of ``own``, if its rates are of the same kind.
+        lr: ``None`` keeps, for each parameter, the highest rate that ``own`` and its schedule have for it.
+        weight_decay: ``None`` keeps that of ``own``, if its rates are of the same kind. A decay that is added to the
+            gradient is another than one that shrinks the weights: between the two kinds only a 0 is kept; for others
+            the new optimizer's default is taken, and a warning says so.
 
     Raises:
         MisconfigurationException: ``lr`` is missing, and a rate for ``own`` is none for the new optimizer; or ``own``
@@ -54,7 +87,7 @@ def replaced_optimizer(
 
     >>> import torch
     >>> net = nn.Linear(2, 1)
-    >>> optimizer = replaced_optimizer(net, torch.optim.AdamW([net.weight], lr=0.02), "adam")
+    >>> optimizer = replaced_optimizer(net, torch.optim.Adam([net.weight], lr=0.02), "adamw")
     >>> optimizer.param_groups[0]["lr"], len(optimizer.param_groups[0]["params"])
     (0.02, 1)
     """
@@ -73,13 +106,19 @@ def replaced_optimizer(
             f"OptimizerChoice({name!r}, lr=...)."
         )
 
+    decoupled = bool((options or {}).get("decoupled_weight_decay", named.decoupled))
+    decays = {p: _kept_decay(own, group, decoupled) if alike else None for p, group in groups.items()}
+    lost = {float(groups[p]["weight_decay"]) for p, d in decays.items() if d is None and groups[p].get("weight_decay")}
+    if weight_decay is None and alike and lost:
+        _warn_of_decay(own, name, named, decoupled, lost)
+
     def setting(found: ParameterSetting) -> ParameterSetting:
-        group = groups[found.parameter]
-        decay = group.get("weight_decay", named.weight_decay) if alike else named.weight_decay
+        decay = decays[found.parameter]
+        kept = named.weight_decay if decay is None else decay
         return dataclasses.replace(
             found,
-            lr=found.lr * (float(group["lr"]) if lr is None else 1.0),
-            weight_decay=found.weight_decay * (decay if weight_decay is None else 1.0),
+            lr=found.lr * (peak_rate(groups[found.parameter]) if lr is None else 1.0),
+            weight_decay=found.weight_decay * (kept if weight_decay is None else 1.0),
         )
 
     settings = parameter_settings(
@@ -91,3 +130,19 @@ def replaced_optimizer(
         decay_all=decay_all,
     )
     return build_from_settings(name, module, [setting(s) for s in settings if s.parameter in groups], options)
+
+
+def _kept_decay(own: Optimizer, group: Mapping[str, Any], decoupled: bool) -> float | None:
+    """The weight decay of a group of ``own`` for an optimizer that decouples it or not; ``None``: it means another."""
+    decay = group.get("weight_decay")
+    of_own = group.get("decoupled_weight_decay", isinstance(own, (AdamW, Adafactor)))
+    return None if decay is None or (decay and bool(of_own) != decoupled) else float(decay)
+
+
+def _warn_of_decay(own: Optimizer, name: str, named: NamedOptimizer, decoupled: bool, lost: Iterable[float]) -> None:
+    kinds = ("added to the gradient", "taken from the weights beside the update")
+    rank_zero_warn(
+        f"The weight decay of {type(own).__name__} ({', '.join(f'{decay:g}' for decay in sorted(lost))}) is "
+        f"{kinds[not decoupled]}, and that of {name!r} is {kinds[decoupled]}: one value does not mean the same in "
+        f"both, so {name!r} takes its own default, {named.weight_decay:g}. Pass weight_decay to choose it."
+    )

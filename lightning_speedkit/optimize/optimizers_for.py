@@ -109,10 +109,22 @@ def schedule_for(
         )
     if schedule == PLATEAU:
         found = build_schedule(schedule, optimizer, **settings)
-        return {"scheduler": found, "interval": "epoch", "frequency": 1, "monitor": monitor}
+        return {"scheduler": found, "interval": "epoch", "monitor": monitor, **_after_validation(_trainer_of(module))}
     if "total_steps" not in settings and not is_endless(schedule, settings.get("warmup")):
         settings["total_steps"] = total_steps_of(module)
     return {"scheduler": build_schedule(schedule, optimizer, **settings), "interval": "step", "frequency": 1}
+
+
+def _after_validation(trainer: pl.Trainer | None) -> dict[str, Any]:
+    """When Lightning is to look at a metric: in the epochs that validate, since it keeps the last value between them.
+
+    Where validations are counted in batches (``check_val_every_n_epoch=None``), the first epochs may have none: then
+    there is no metric yet, which is no error.
+    """
+    if trainer is None or not trainer.enable_validation:
+        return {"frequency": 1}
+    every = trainer.check_val_every_n_epoch
+    return {"frequency": 1, "strict": False} if every is None else {"frequency": every}
 
 
 def total_steps_of(module: pl.LightningModule) -> int:

@@ -83,30 +83,31 @@ class ScheduleFreeAdamW(Optimizer):
             "steps": 0,
             "sum_of_squares": 0.0,
         }
-        self._kept: dict[Tensor, Tensor] | None = None  # the training weights while the average is in place
+        self._averaged = False  # the average is in place, and the training weights are "y" of the state
         super().__init__(params, defaults)
 
     @property
     def is_training(self) -> bool:
         """Whether the parameters hold the training weights."""
-        return self._kept is None
+        return not self._averaged
 
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters, and keep the training weights."""
-        if self._kept is None:
-            averages = self.averages()
-            self._kept = {parameter: parameter.detach().clone() for parameter in averages}
-            for parameter, average in averages.items():
-                parameter.copy_(average)
+        if not self._averaged:
+            for p, average in self.averages().items():
+                self.state[p]["y"] = p.detach().clone()  # in the state, so that whoever moves that moves it too
+                p.copy_(average)
+            self._averaged = True
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the training weights back, bit for bit."""
-        if self._kept is not None:
-            for parameter, kept in self._kept.items():
-                parameter.copy_(kept)
-            self._kept = None
+        if self._averaged:
+            for p, state in self.state.items():
+                if "y" in state:
+                    p.copy_(state.pop("y"))
+            self._averaged = False
 
     @torch.no_grad()
     def averages(self) -> dict[Tensor, Tensor]:
@@ -116,7 +117,7 @@ class ScheduleFreeAdamW(Optimizer):
             weight = 1 - 1 / group["betas"][0]
             for p in group["params"]:
                 if p in self.state:
-                    y = p if self._kept is None else self._kept[p]
+                    y = self.state[p].get("y", p)
                     found[p] = y.detach().lerp(self.state[p]["z"], weight)
         return found
 
@@ -125,19 +126,18 @@ class ScheduleFreeAdamW(Optimizer):
         saved = super().state_dict()
         for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
             if p in self.state:
-                y = p.detach() if self._kept is None else self._kept[p]
-                saved["state"][number] = {**saved["state"][number], "y": y}
+                saved["state"][number] = {"y": p.detach(), **saved["state"][number]}
         return saved
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": self._kept}
+        return {**super().__getstate__(), "_averaged": self._averaged}
 
     @override
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._kept = None
+        self._averaged = False
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self.state:
@@ -146,7 +146,7 @@ class ScheduleFreeAdamW(Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._kept is not None:
+        if self._averaged:
             raise RuntimeError(
                 "ScheduleFreeAdamW was asked for a step while the averaged weights are in place. Call its train() "
                 "before the forward pass; in a Trainer, add the callback ScheduleFreeSwitch."

@@ -115,6 +115,9 @@ def test_embeddings_convolutions_and_the_last_layer_are_not_hidden() -> None:
 
     assert hidden_matrices(Tied(tied=False)) == ["first.weight", "second.weight"]
     assert hidden_matrices(Tied(tied=True)) == ["first.weight", "second.weight"]
+    named = nn.ModuleDict({"debias": nn.Linear(4, 4), "second": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    named.register_parameter("relative_bias", nn.Parameter(torch.zeros(4, 4)))
+    assert hidden_matrices(named) == ["debias.weight", "second.weight"]
 
 
 def test_a_group_has_to_say_whose_it_is() -> None:

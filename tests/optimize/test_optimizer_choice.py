@@ -117,6 +117,34 @@ def test_a_schedule_alone_keeps_the_optimizer_and_replaces_another_only_if_told(
     assert model.rates == pytest.approx([0.01 * s for s in (1 / 3, 2 / 3, 1, 0.875, 0.75, 0.625)])
 
 
+def _rising(module: nn.Module) -> Any:
+    optimizer = _adamw(module)
+    rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rise, "interval": "step"}}
+
+
+def _one_cycle(module: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.7)
+    return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=6)]
+
+
+def test_the_peak_is_that_of_the_replaced_schedule_and_not_its_rate_at_the_first_step() -> None:
+    model = _Own(_rising)
+    with pytest.raises(MisconfigurationException, match="_Own has one of its own, LambdaLR"):
+        _fit(model, OptimizerChoice("adamw"))
+    _fit(model, OptimizerChoice("adamw"), ScheduleChoice("constant", replace=True))
+    assert model.rates == [0.01] * 6
+    plateau = ScheduleChoice("reduce-on-plateau", monitor="val_loss", replace=True)
+    model = _Own(_rising)
+    trainer = quiet_trainer([plateau], max_epochs=1)
+    trainer.fit(model, loader(), loader())
+    assert model.rates == [0.01] * 6
+    model = _Own(_one_cycle)
+    trainer = _fit(model, ScheduleChoice("constant", replace=True))
+    assert model.rates == [0.4] * 6
+    assert trainer.optimizers[0].param_groups[0]["momentum"] == 0.7
+
+
 def test_wrong_combinations_name_the_way_out() -> None:
     cases = [
         (_adamw, [OptimizerChoice(), OptimizerChoice("adam")], "Two optimizers at once: there are 2 OptimizerChoice"),

@@ -87,6 +87,35 @@ def test_the_plateau_follows_its_metric() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"check_val_every_n_epoch": 2}, [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25]),  # after epochs 2, 4 and 6
+        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, [1.0, 1.0, 1.0, 0.5, 0.25, 0.125, 0.0625]),
+        ({"limit_val_batches": 0}, [1.0, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125]),
+    ],
+)
+def test_the_plateau_counts_validations_and_waits_for_the_first(
+    arguments: dict[str, Any], expected: list[float]
+) -> None:
+    class Logged(_Scheduled):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            if arguments == {"limit_val_batches": 0}:
+                configured["lr_scheduler"]["monitor"] = "train"
+            return configured
+
+    model = Logged("reduce-on-plateau", options={"patience": 0, "factor": 0.5, "mode": "max", "threshold": 0.0})
+    data = loader(batches_of(1))
+    trainer(max_epochs=7, **arguments).fit(model, data, data)  # the weight falls, and the metrics do
+    assert model.rates == expected
+
+
+@pytest.mark.parametrize(
     ("precision", "clip", "fused"),
     [("32-true", 1.0, True), ("bf16-mixed", None, True), ("bf16-mixed", 1.0, False)],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import nn
 
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
@@ -78,6 +79,26 @@ def test_a_saved_state_goes_on_bit_for_bit_from_averaged_weights(saved_in_eval: 
     train(others, resumed, range(3, 6))
     _equal(others, weights)
     _equal(list(resumed.averages().values()), list(optimizer.averages().values()))
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_whoever_moves_its_state_away_frees_every_copy_of_the_weights(averaged: bool) -> None:
+    """Lightning does that when a fit ends; ``meta`` is a device that each machine has."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ScheduleFreeAdamW([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    if averaged:
+        optimizer.eval()
+    _optimizer_to_device(optimizer, torch.device("meta"))
+    held = [t for value in vars(optimizer).values() if isinstance(value, dict) for t in _tensors_in(value)]
+    assert len(held) == (3 if averaged else 2)
+    assert {t.device.type for t in held} == {"meta"}
+
+
+def _tensors_in(found: dict[Any, Any]) -> list[torch.Tensor]:
+    inner = [_tensors_in(value) for value in found.values() if isinstance(value, dict)]
+    return [value for value in found.values() if isinstance(value, torch.Tensor)] + [t for ts in inner for t in ts]
 
 
 def test_wrong_numbers_are_refused() -> None:

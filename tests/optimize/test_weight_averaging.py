@@ -309,17 +309,19 @@ def _on_a_rank() -> Any:
     callback, model = Seen("swa"), Watched()
     run = trainer(callback, strategy="ddp", devices=2, num_sanity_val_steps=1)
     run.fit(model, loader(batches_of(1, 1, 1, 1, 1, 1, 1, 1)), loader(batches_of(1, 1)))
-    return model.w.item(), model.validated, callback.saved["current_model_state"]["w"].item()
+    return model.w.item(), model.validated, model.trained, callback.saved["current_model_state"]["w"].item()
 
 
 def test_two_ranks_have_the_same_average() -> None:
     # the ranks take 1, 3, 5, 7 and 2, 4, 6, 8, in an order of their own: pairs of a mean gradient
     first, second = on_two_ranks(_on_a_rank)
     assert first == second
-    average, validated, live = first
+    average, validated, trained, live = first
     assert live == 1.0 - 4.5 * 4
     assert validated[-1] == average
-    assert -17.0 < average < 1.0
+    assert trained[0] == 1.0
+    assert len(trained) == 4  # the weights before each step
+    assert average == pytest.approx((sum(trained[1:]) + live) / 4, rel=1e-14)
 
 
 @pytest.mark.parametrize(
