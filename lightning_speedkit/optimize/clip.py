@@ -6,8 +6,7 @@ and synchronised and after every callback has looked at them, before the optimiz
 are logged.
 
 When it helps: rare gradients that are far larger than the others and would undo what was learnt. What it costs: one
-pass over the gradients for the norm and one for the multiplication, as Lightning's own; nothing on the host waits for
-the device.
+pass over the gradients for the norm and one for the multiplication, as Lightning's own; no norm is read on the host.
 
 How: during ``fit`` it takes the place of the precision plugin's ``clip_gradients``, which Lightning calls at that
 moment. So it also works where Lightning's raises: with fused optimizers under bf16 (Lightning #21435), whose
@@ -20,6 +19,7 @@ sources are named there.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +35,8 @@ from typing_extensions import override
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.optimize.clip_gradients import clip_by_norm, clip_by_value, clip_units, gradient_norm, spoil
 from lightning_speedkit.optimize.clip_thresholds import PercentileLimit, ZScoreLimit
+from lightning_speedkit.optimize.optimizer_options import checked_number
+from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit
 
 __all__ = ["GradientClipping"]
 
@@ -97,17 +99,18 @@ class GradientClipping(Callback):
             if given is not None and by != _OPTIONS[name]:
                 raise ValueError(f"{name}={given!r} belongs to by={_OPTIONS[name]!r} and has no effect with {by!r}.")
         self.by = by
-        most = 100.0 if by == "percentile" else None
-        self.limit = _number("limit", _DEFAULT_LIMITS[by] if limit is None else limit, most)
-        self.smoothing = 0.97 if smoothing is None else _number("smoothing", smoothing, 1.0)
-        self.warmup = 25 if warmup is None else _count("warmup", warmup)
-        self.history = 1000 if history is None else _count("history", history)
+        most = 100.0 if by == "percentile" else math.inf
+        self.limit = _limit(_DEFAULT_LIMITS[by] if limit is None else limit, most)
+        self.smoothing = 0.97 if smoothing is None else checked_number("smoothing", smoothing, 0.0, 1.0, above=True)
+        self.warmup = 25 if warmup is None else checked_limit("warmup", warmup)
+        self.history = 1000 if history is None else checked_limit("history", history)
         self._follow: ZScoreLimit | PercentileLimit | None = None
         if by == "zclip":
             self._follow = ZScoreLimit(self.limit, self.smoothing, self.warmup)
         elif by == "percentile":
             self._follow = PercentileLimit(self.limit, self.history)
         self._plugin: Any = None  # whose clip_gradients is ours for now
+        self._had_backward = False  # the batch in progress
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -122,6 +125,16 @@ class GradientClipping(Callback):
         self._put_back()
         self._plugin = trainer.precision_plugin
         self._plugin.clip_gradients = clip_gradients
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._had_backward = False
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._had_backward = True
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,7 +164,8 @@ class GradientClipping(Callback):
 
     def _clip(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not parameters:
+        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if not parameters or (has_scaler and not self._had_backward):  # then Lightning neither unscales nor steps
             return
         scale, logs = _remaining_scale(trainer, optimizer, parameters), logs_this_step(trainer)
         by_norm = self.by not in ("value", "agc")
@@ -186,21 +200,9 @@ def _unscaled(norm: Tensor, scale: float | Tensor) -> Tensor:
     return norm / scale if isinstance(scale, Tensor) else norm
 
 
-def _number(name: str, value: Any, most: float | None = None) -> float:
-    allowed = "a positive number" if most is None else f"a number above 0 and at most {most:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} must be {allowed}; got {type(value).__name__}.")
-    if not (value > 0 and (most is None or value <= most)):
-        raise ValueError(f"{name}={value!r} must be {allowed}.")
-    return float(value)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be a whole number of steps, 1 or more; got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of steps, 1 or more.")
-    return value
+def _limit(value: Any, most: float) -> float:
+    is_none = type(value) is float and value == most == math.inf  # no limit, in the words of the caller
+    return math.inf if is_none else checked_number("limit", value, 0.0, most, above=True)
 
 
 def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,7 +8,8 @@ skips such steps; then the guard counts them, and holds the schedule and the cou
 
 When it helps: rare bad samples, rare overflows. It is no cure for a learning rate that is too high: a run that skips
 often is sick, therefore the cap. What it costs: one pass over the gradients per optimizer step. On CUDA the host does
-not wait with a fused optimizer (``fused=True``), whose kernel skips by itself; it learns of the skip one step later.
+not wait with a fused optimizer (``fused=True``), whose kernel skips by itself; it learns of the skip one step
+later, or when a checkpoint is saved, and until then the guard holds on to the batch and its device memory.
 Another optimizer has its step started by the host, which therefore waits once per optimizer step, as torch's
 ``GradScaler`` does.
 
@@ -17,8 +18,8 @@ Source: PyTorch ``GradScaler`` for what a skipped step is; asked for in Lightnin
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,11 @@ from typing_extensions import override
 
 from lightning_speedkit.errors import DivergenceError
 from lightning_speedkit.measure.lightning_internals import logs_this_step
+from lightning_speedkit.optimize.non_finite_gradients import (
+    can_skip_by_itself,
+    has_non_finite_gradient,
+    is_read_freely,
+)
 from lightning_speedkit.optimize.non_finite_guard_origin import explain_non_finite
 from lightning_speedkit.optimize.skipped_steps import (
     SkippedSteps,
@@ -43,41 +49,6 @@ from lightning_speedkit.optimize.snapshot import RunningStatistics
 __all__ = ["NonFiniteGuard", "has_non_finite_gradient"]
 
 _SCALE_SEARCH = 16  # skips in a row that bring a scale of 65536 down to 1
-
-
-def has_non_finite_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Whether there is a NaN or an infinity in any gradient: a tensor of no dimension on their device, 1.0 or 0.0.
-
-    With sharded gradients (DTensor) all ranks have to call it, and all get the same.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> weight.grad = torch.tensor([1.0, float("inf")])
-    >>> has_non_finite_gradient(torch.optim.SGD([weight]))
-    tensor(1.)
-    """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    is_sharded = False
-    for gradient in gradients:
-        if type(gradient) is not torch.Tensor and hasattr(gradient, "to_local"):
-            gradient, is_sharded = gradient.to_local(), True
-        alike[gradient.device, gradient.dtype].append(gradient)
-    flags: dict[torch.device, torch.Tensor] = {}
-    for (device, _), group in alike.items():
-        if device not in flags:
-            flags[device] = torch.zeros((), device=device)
-        # What GradScaler calls, here with a factor of exactly 1: one kernel where a norm takes several.
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], torch.ones((), device=device))
-    first, *others = flags.values() or [torch.zeros(())]
-    for other in others:
-        first = first + other.to(first.device)
-    if is_sharded:  # a sum, since the maximum of NaN and a number is a number on some backends
-        torch.distributed.all_reduce(first)
-    return first.clamp(max=1.0) if others or is_sharded else first
-
-
-def _is_read_freely(flag: torch.Tensor) -> bool:
-    return flag.device.type == "cpu"
 
 
 class NonFiniteGuard(Callback):
@@ -125,7 +96,12 @@ class NonFiniteGuard(Callback):
         self._batch: tuple[Any, int] = (None, 0)  # the one in progress
         self._statistics: RunningStatistics | None = None
         self._keeps = True  # the next batch starts a window
-        self._late: tuple[Callable[[], float], tuple[Any, int], list[torch.Tensor]] | None = None  # of the last step
+        # Of the last step: its flag, its batch, and the running statistics before it; None if nothing is to be undone
+        self._late: tuple[Callable[[], float], tuple[Any, int], list[torch.Tensor] | None] | None = None
+        self._steps: SkippedSteps | None = None  # of the Trainer, during fit
+        self._owed = 0  # what a checkpoint says of it
+        self._save_as_before: Callable[[], None] | None = None  # while the Trainer's save_checkpoint is ours
+        self._had_backward = False  # the batch in progress
         self._has_scaler = False
         self._awaits_scaler = False  # nobody has said yet whether it called the optimizer's step
         self._scaler_skips: int | None = None  # before the step in progress, if the precision plugin counts them
@@ -135,11 +111,15 @@ class NonFiniteGuard(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             refuse_guard(self, trainer, pl_module)
+            self._owed = 0  # a checkpoint, restored after this, may say otherwise
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_repeats(self, trainer)
+        owed = self._owed
         self._let_go(trainer)
+        self._steps = SkippedSteps.of(trainer)
+        self._steps.owed = owed
         self._statistics, self._has_warned = RunningStatistics(pl_module), False
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         if self._has_scaler and not hasattr(trainer.precision_plugin, "skipped_steps"):
@@ -153,10 +133,14 @@ class NonFiniteGuard(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch = (batch, batch_idx)
+        self._batch, self._had_backward = (batch, batch_idx), False
         if self._keeps and self._statistics is not None:
             self._statistics.keep()
             self._keeps = False
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        self._had_backward = True
 
     @override
     def on_before_optimizer_step(
@@ -167,6 +151,9 @@ class NonFiniteGuard(Callback):
         if not has_gradients(optimizer):  # there was no loss, or another guard has skipped the step
             return
         steps = SkippedSteps.of(trainer)
+        if self._has_scaler and not self._had_backward:  # then Lightning takes no step, though it counts one
+            steps.hold(trainer)
+            return
         if self._has_scaler:
             self._awaits_scaler = True
             self._scaler_skips = getattr(trainer.precision_plugin, "skipped_steps", None)
@@ -174,8 +161,8 @@ class NonFiniteGuard(Callback):
                 steps.hold(trainer)  # a step that is taken releases it
             return
         flag = has_non_finite_gradient(optimizer)
-        if not _is_read_freely(flag) and getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._skip_on_device(optimizer, flag)
+        if not is_read_freely(flag) and can_skip_by_itself(optimizer):
+            self._skip_on_device(trainer, pl_module, optimizer, flag)
         elif flag.item():
             self._restore_statistics()
             self._count(trainer, pl_module, self._batch)
@@ -198,7 +185,11 @@ class NonFiniteGuard(Callback):
                 self._count(trainer, pl_module, self._batch, by_scaler=True)
             else:
                 self._in_a_row = 0
+        if steps.is_held and self._late is not None:  # another guard has skipped the step, and undoes what there is
+            self._late = (*self._late[:2], None)
         steps.settle(trainer)
+        if trainer.global_step == trainer.max_steps:  # is it the last one?
+            self._read_late(trainer, pl_module)
         if self.skipped_steps and logs_this_step(trainer):
             pl_module.log("skipped_steps", float(self.skipped_steps))
 
@@ -207,9 +198,12 @@ class NonFiniteGuard(Callback):
         self._read_late(trainer, pl_module)
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read_late(trainer, pl_module)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read_late(trainer, pl_module)
-        SkippedSteps.of(trainer).pay_all(trainer)
         self._let_go(trainer)
 
     @override
@@ -218,20 +212,29 @@ class NonFiniteGuard(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that failed cannot be read; a DivergenceError is no news
+            self._read_late(trainer, pl_module)
         self._let_go(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped_steps": self.skipped_steps, "in_a_row": self._in_a_row}
+        owed = self._owed if self._steps is None else self._steps.owed
+        return {"skipped_steps": self.skipped_steps, "in_a_row": self._in_a_row, "owed": owed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps, self._in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
+        self._owed = state_dict.get("owed", 0)
 
     def _let_go(self, trainer: pl.Trainer) -> None:
         for hook in self._hooks:
             hook.remove()
-        SkippedSteps.of(trainer).release()
+        if self._steps is not None:
+            self._owed, self._steps = self._steps.owed, None
+        SkippedSteps.of(trainer).forget()
+        if self._save_as_before is not None:
+            self._save_as_before()
+            self._save_as_before = None
         self._hooks, self._batch, self._late, self._statistics = [], (None, 0), None, None
         self._keeps, self._awaits_scaler = True, False
 
@@ -239,7 +242,13 @@ class NonFiniteGuard(Callback):
         if self._statistics is not None:
             self._statistics.restore()
 
-    def _skip_on_device(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+    def _skip_on_device(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        optimizer: torch.optim.Optimizer,
+        flag: torch.Tensor,
+    ) -> None:
         """Let the fused kernel of the step in progress skip if the flag is 1; the host learns of it a step later."""
         optimizer.found_inf, optimizer.grad_scale = flag, None  # type: ignore[attr-defined]
 
@@ -248,7 +257,7 @@ class NonFiniteGuard(Callback):
             handle.remove()
 
         handle = optimizer.register_step_post_hook(forget)
-        self._read_later(flag)
+        self._read_later(trainer, pl_module, flag)
 
     def _after_scaled_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -258,28 +267,48 @@ class NonFiniteGuard(Callback):
         if not has_gradients(optimizer):  # another guard has skipped it
             return
         steps, found = SkippedSteps.of(trainer), getattr(optimizer, "found_inf", None)
-        if found is not None and _is_read_freely(found) and found.item():
+        if found is not None and is_read_freely(found) and found.item():
             self._restore_statistics()
             self._count(trainer, pl_module, self._batch, by_scaler=True)
             return
         steps.release()
-        if found is not None and not _is_read_freely(found):
-            self._read_later(found)
+        if found is not None and not is_read_freely(found):
+            self._read_later(trainer, pl_module, found)
         else:
             self._in_a_row = 0
         steps.pay(trainer)
 
-    def _read_later(self, flag: torch.Tensor) -> None:
+    def _read_later(self, trainer: pl.Trainer, pl_module: pl.LightningModule, flag: torch.Tensor) -> None:
         kept = [] if self._statistics is None else self._statistics.hand_over()
         self._late = (start_reading(flag), self._batch, kept)
+        if self._save_as_before is None:
+            self._settle_before_saves(trainer, pl_module)
+
+    def _settle_before_saves(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Whoever saves a checkpoint, at whatever moment, saves no traces of a step whose flag was not read yet."""
+        save, found = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
+
+        def settle_and_save(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+            self._read_late(trainer, pl_module)
+            save(filepath, weights_only=weights_only, storage_options=storage_options)
+
+        def undo() -> None:
+            if vars(trainer).get("save_checkpoint") is settle_and_save:
+                del trainer.save_checkpoint
+                if found is not None:
+                    trainer.save_checkpoint = found  # type: ignore[method-assign]
+
+        trainer.save_checkpoint = settle_and_save  # type: ignore[method-assign]
+        self._save_as_before = undo
 
     def _read_late(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._late is None:
             return
         (read, batch, kept), self._late = self._late, None
         if read():
-            SkippedSteps.of(trainer).owed += 1
-            if self._statistics is not None:
+            if kept is not None:
+                SkippedSteps.of(trainer).owe(trainer)
+            if kept and self._statistics is not None:
                 self._statistics.restore(kept)
             self._count(trainer, pl_module, batch, by_scaler=self._has_scaler)
         else:

@@ -2,7 +2,7 @@
 
 What it does: it runs the forward pass of the batch again, on a copy that shares the weights, and looks at what each
 module returns. When it helps: once, after the fact; a hook on every module in every batch would cost far more than
-the guard. What it costs: one forward pass, and a copy of everything of the module but its parameters.
+the guard. What it costs: one forward pass, on one device, and a copy of everything of the module but its parameters.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def explain_non_finite(trainer: pl.Trainer, pl_module: pl.LightningModule, batch
     """Say in a few words where a non-finite gradient came from, or ``None`` if that cannot be told.
 
     Leaves the module, its buffers and metrics, what was logged, and the random state as they are. A module that cannot
-    be copied, or whose ``training_step`` needs its Trainer, is not run again; then the gradients have to tell.
+    be copied, or whose ``training_step`` needs its Trainer, is not run again, and none is with several ranks, where
+    ``training_step`` may wait for the others; then the gradients have to tell.
     """
     if not _all_finite(tensors_in(batch)):
         return "it is in the batch"
     for name, parameter in pl_module.named_parameters():
         if not _all_finite([parameter]):
             return f"it is in the weights of {name!r} already"
-    synchronises = any(isinstance(child, nn.SyncBatchNorm) for child in pl_module.modules())
-    if not (synchronises and trainer.world_size > 1):
+    if trainer.world_size == 1:
         try:
             found = _replay(trainer, pl_module, batch, batch_idx)
         except Exception:  # the user's code, on a copy without a Trainer: anything can happen
@@ -79,7 +79,9 @@ def explain_non_finite(trainer: pl.Trainer, pl_module: pl.LightningModule, batch
     if not bad:
         return None
     or_before = ", or an earlier micro-batch of its window," if trainer.accumulate_grad_batches > 1 else ""
-    return f"the backward pass{or_before} made it; the last parameter with such a gradient is {bad[-1]!r}"
+    where = "the backward pass" if trainer.world_size == 1 else "the forward or backward pass"
+    on_one = "" if trainer.world_size == 1 else " (on one device, the module would be named)"
+    return f"{where}{or_before} made it; the last parameter with such a gradient is {bad[-1]!r}{on_one}"
 
 
 def _replay(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> str | None:
@@ -99,4 +101,5 @@ def _replay(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batc
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(t.detach().isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)  # else each rank had to ask for the same
+    return all(bool(t.detach().isfinite().all()) for t in local if t.is_floating_point() or t.is_complex())

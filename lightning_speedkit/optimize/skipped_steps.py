@@ -33,6 +33,8 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Make the next step of this optimizer change nothing: neither weights, nor momenta, nor its count of steps.
 
+    With a ``GradScaler``, call its ``unscale_`` before: its ``update`` fails if it has seen no gradient.
+
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
     >>> weight.grad = torch.tensor([float("nan")])
@@ -76,15 +78,17 @@ class SkippedSteps:
     Schedules with ``interval="step"`` are held; those that watch a metric are left to it.
 
     :meth:`hold` is called during a step that is, or may be, without effect; :meth:`release` if it had one after all;
-    :meth:`settle` when the batch has ended.
+    :meth:`settle` when the batch has ended. :meth:`owe` is called for a step that turned out to be without effect after
+    it had been counted; :meth:`pay` during each later step that is taken.
     """
 
     _of: weakref.WeakKeyDictionary[pl.Trainer, SkippedSteps] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self.owed = 0  # steps that turned out to be without effect after they had been counted
+        self.owed = 0  # how many steps the schedules are ahead
+        self.is_held = False  # whether the step in progress is not to be counted
         self._held: list[LRSchedulerConfig] = []
-        self._is_skipped = False
+        self._pays = False  # the step in progress
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> SkippedSteps:
@@ -93,35 +97,46 @@ class SkippedSteps:
 
     def hold(self, trainer: pl.Trainer) -> None:
         """Do not count the step in progress."""
-        self._is_skipped = True
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step" and not config.reduce_on_plateau:
-                config.interval = "held"  # Lightning steps a schedule if this is the interval that has just ended
-                self._held.append(config)
+        if self._pays:  # with a step that is not taken, nothing is paid
+            self._pays = False
+            self.owed += 1
+        self.is_held = True
+        self._hold_schedules(trainer)
 
     def release(self) -> None:
         """Count the step in progress after all."""
-        self._is_skipped = False
+        self.is_held = self._pays = False
         for config in self._held:
             config.interval = "step"
         self._held = []
 
-    def pay(self, trainer: pl.Trainer) -> None:
-        """Do not count the step in progress, though it is taken, if one was counted that was not."""
-        if self.owed and not self._is_skipped:
-            self.owed -= 1
-            self.hold(trainer)
+    def owe(self, trainer: pl.Trainer) -> None:
+        """Take a step that was counted off the counter now, and off the schedules when the next one is taken."""
+        uncount_step(trainer)
+        self.owed += 1
 
-    def pay_all(self, trainer: pl.Trainer) -> None:
-        """After the last step: take what is owed off the counter."""
-        while self.owed:
+    def pay(self, trainer: pl.Trainer) -> None:
+        """If schedules are ahead, hold them during the step in progress, which is taken."""
+        if self.owed and not self.is_held and not self._pays:
             self.owed -= 1
-            uncount_step(trainer)
+            self._pays = True
+            self._hold_schedules(trainer)
 
     def settle(self, trainer: pl.Trainer) -> bool:
         """At the end of a batch: take a held step off the counter, and go on; whether there was one."""
-        was_skipped = self._is_skipped
-        if was_skipped:
+        was_held = self.is_held
+        if was_held:
             uncount_step(trainer)
         self.release()
-        return was_skipped
+        return was_held
+
+    def forget(self) -> None:
+        """At the end of a fit: nothing is held or owed."""
+        self.release()
+        self.owed = 0
+
+    def _hold_schedules(self, trainer: pl.Trainer) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                config.interval = "held"  # Lightning steps a schedule if this is the interval that has just ended
+                self._held.append(config)

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-__all__ = ["checked_limit", "refuse_guard", "refuse_repeats"]
+__all__ = ["checked_limit", "refuse_guard", "refuse_pruning", "refuse_repeats"]
 
 
 def checked_limit(name: str, value: Any) -> int:
@@ -46,4 +46,13 @@ def refuse_repeats(guard: Callback, trainer: pl.Trainer) -> None:
         raise MisconfigurationException(
             f"{type(guard).__name__} does not work with LBFGS, which evaluates a batch several times. Use another "
             "optimizer, or remove the callback."
+        )
+
+
+def refuse_pruning(guard: Callback, trainer: pl.Trainer) -> None:
+    """Raise if parameters get other names during the run: a snapshot keeps them by name."""
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            f"{type(guard).__name__} cannot go back to a snapshot beside ModelPruning, which renames parameters. Use "
+            "action='skip', or remove one of the two."
         )

@@ -6,7 +6,8 @@ normalisation layers, on their device. When it helps: to undo steps that did har
 for the weights and the optimizer's state (three times the weights with Adam), and the time to copy them; from CUDA
 the copy goes to pinned memory and the host does not wait for it.
 
-Learning rates and other settings in the optimizer's groups are no part of it: schedules go on.
+Learning rates and other settings in the optimizer's groups are no part of it: schedules go on. What some optimizers
+count there (schedule-free ones, Prodigy) is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = ["RunningStatistics", "Snapshot"]
+
+# What optimizers change in their groups by themselves: ScheduleFreeAdamW; the schedulefree package; Prodigy
+_COUNTS = ("steps", "sum_of_squares", "k", "weight_sum", "lr_max", "d", "d_max", "d_numerator")
 
 
 class Snapshot:
@@ -39,9 +43,12 @@ class Snapshot:
     (True, 0)
     """
 
-    def __init__(self, tensors: dict[str, Tensor], states: list[dict[str, Any] | None]) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], states: dict[str, dict[str, Any]], counts: list[dict[str, Any]]
+    ) -> None:
         self.tensors = tensors  # by name
-        self.states = states  # of each parameter of the optimizer, in its order; None if it had none yet
+        self.states = states  # of each parameter for which the optimizer had one, by name
+        self.counts = counts  # of each group of the optimizer
 
     @classmethod
     @torch.no_grad()
@@ -49,19 +56,32 @@ class Snapshot:
         """A new one, or ``into`` an old one, whose memory is used again."""
         old = {} if into is None else into.tensors
         tensors = {name: _to_host(tensor, old.get(name)) for name, tensor in _tensors(module)}
-        states: list[dict[str, Any] | None] = []
-        for place, parameter in enumerate(_parameters(optimizer)):
-            state = optimizer.state.get(parameter)
-            kept = None if into is None or place >= len(into.states) else into.states[place]
-            states.append(None if state is None else _state_to_host(state, kept or {}))
-        return cls(tensors, states)
+        old_states = {} if into is None else into.states
+        states = {
+            name: _state_to_host(optimizer.state[parameter], old_states.get(name, {}))
+            for name, parameter in _parameters(module, optimizer)
+            if parameter in optimizer.state
+        }
+        counts = [_counts(group) for group in optimizer.param_groups]
+        return cls(tensors, states, counts)
 
     @torch.no_grad()
     def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the module and the optimizer back to it, in place."""
+        """Bring the module and the optimizer back to it, in place.
+
+        Parameters that the optimizer was given since then are as it was given them: without a state.
+
+        Raises:
+            ValueError: The module's parameters or buffers have other names or shapes. Nothing was changed.
+        """
+        self._check(module)
         for name, tensor in _tensors(module):
             _local(tensor).copy_(self.tensors[name], non_blocking=True)
-        for parameter, kept in zip(_parameters(optimizer), self.states, strict=True):
+        for place, group in enumerate(optimizer.param_groups):
+            kept_counts = self.counts[place] if place < len(self.counts) else _counts(optimizer.defaults)
+            group.update(copy.deepcopy(kept_counts))
+        for name, parameter in _parameters(module, optimizer):
+            kept = self.states.get(name)
             if kept is None:
                 optimizer.state.pop(parameter, None)
                 continue
@@ -79,14 +99,29 @@ class Snapshot:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy to the host may not have ended
         part = Path(f"{os.fspath(path)}.part")
-        torch.save({"tensors": self.tensors, "states": self.states}, part)
+        torch.save({"tensors": self.tensors, "states": self.states, "counts": self.counts}, part)
         part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:
         """Read what :meth:`save` wrote."""
         content = torch.load(path, map_location="cpu", weights_only=True)
-        return cls(content["tensors"], content["states"])
+        return cls(content["tensors"], content["states"], content["counts"])
+
+    def _check(self, module: nn.Module) -> None:
+        found = {name: _local(tensor).shape for name, tensor in _tensors(module)}
+        kept = {name: tensor.shape for name, tensor in self.tensors.items()}
+        if found != kept:
+            kinds = {
+                "new": found.keys() - kept.keys(),
+                "gone": kept.keys() - found.keys(),
+                "of another shape": {name for name in found.keys() & kept.keys() if found[name] != kept[name]},
+            }
+            what = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
+            raise ValueError(
+                f"The module cannot go back to the snapshot, since its parameters or buffers are others ({what}). Add, "
+                "prune or resize layers before training starts, or take a new snapshot after it."
+            )
 
 
 class RunningStatistics:
@@ -125,10 +160,11 @@ class RunningStatistics:
 
     @torch.no_grad()
     def restore(self, kept: list[Tensor] | None = None) -> None:
-        """Bring them back to what was last kept, or to what was handed over."""
-        kept = self._kept if kept is None else kept
-        if kept:
-            torch._foreach_copy_(self._buffers, kept)
+        """Bring them back to what was last kept, or to what was handed over, which is then what was last kept."""
+        if kept is not None:
+            self._kept = kept
+        if self._kept:
+            torch._foreach_copy_(self._buffers, self._kept)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -136,8 +172,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Those of the optimizer, by their names in the module; a place in the optimizer names one of no module."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return ((names.get(parameter, f"parameter {place}"), parameter) for place, parameter in enumerate(parameters))
+
+
+def _counts(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(group[key]) for key in _COUNTS if key in group}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Keeps two snapshots, the newer one renewed every so many steps, so that one is always old enough to go back to.
 
-What it does: a spike often shows some steps after what caused it, so the newest snapshot may hold the harm already. Of
-two, the older one is between one and two intervals old. What it costs: the memory of two snapshots, which is used
+What it does: a spike may show some steps after what caused it, so the newest snapshot may hold the harm already. Of
+two, the older one is between one and two intervals old; before the first interval is over, and after a way back, there
+is only one, which is younger. What it costs: the memory of two snapshots, which is used
 again and again, or two files.
 """
 

@@ -6,9 +6,9 @@ back to a snapshot that is older than the trouble. The data does not go back, so
 not seen again. Spikes are counted and logged, and too many in a row end the run.
 
 When it helps: runs that diverge on rare bad batches. What it costs: a few operations on one number per batch and a
-sum over the ranks per step; on CUDA the host waits for the forward pass of a step, at a moment at which the backward
-pass is still to be computed, so that the device does not run dry. A rollback needs host memory or disk for two
-snapshots, and the time to take one every ``snapshot_every`` steps.
+sum over the ranks per step; on CUDA the host waits for the forward pass of a step, after it has given the device the
+backward pass. A rollback needs host memory or disk for two snapshots, and the time to take one every
+``snapshot_every`` steps.
 
 Sources: Lightning's ``SpikeDetection`` for the rule and its numbers (a window of 10, 2.0 times the mean above the mean,
 and worse than the last loss); Chowdhery et al., PaLM, 2022, section 5.1, for going back about 100 steps and leaving
@@ -17,6 +17,7 @@ out the batches around the spike, which did not spike again from another state.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,9 +31,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_speedkit.errors import DivergenceError
-from lightning_speedkit.measure.lightning_internals import is_accumulating, logs_this_step
-from lightning_speedkit.optimize.skipped_steps import SkippedSteps, drop_gradients, start_reading
-from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit, refuse_guard, refuse_repeats
+from lightning_speedkit.measure.lightning_internals import is_accumulating, logs_this_step, loss_divisor
+from lightning_speedkit.optimize.optimizer_options import checked_number
+from lightning_speedkit.optimize.skipped_steps import SkippedSteps, drop_gradients, has_gradients, start_reading
+from lightning_speedkit.optimize.skipped_steps_refusals import (
+    checked_limit,
+    refuse_guard,
+    refuse_pruning,
+    refuse_repeats,
+)
 from lightning_speedkit.optimize.snapshot import RunningStatistics
 from lightning_speedkit.optimize.snapshot_history import SnapshotHistory
 
@@ -80,9 +87,10 @@ class SpikeGuard(Callback):
             removed when ``fit`` ends.
 
     Raises:
-        ValueError: An argument is out of its range, or has no effect.
+        ValueError: An argument is out of its range, or has no effect. During ``fit``: what was added to the module
+            since the snapshot cannot be brought back.
         TypeError: An argument is no number.
-        MisconfigurationException: At ``fit``: as :class:`NonFiniteGuard`.
+        MisconfigurationException: At ``fit``: as :class:`NonFiniteGuard`; a rollback beside ``ModelPruning``.
         DivergenceError: During ``fit``: more spikes in a row than allowed.
 
     Example:
@@ -115,8 +123,8 @@ class SpikeGuard(Callback):
         if action == "skip" and not (snapshot_every is None and snapshot_folder is None):
             raise ValueError("snapshot_every and snapshot_folder belong to action='rollback' and have no effect here.")
         self.action = action
-        self.threshold = _number("threshold", threshold, 0.0)
-        self.margin = _number("margin", margin, 0.0)
+        self.threshold = checked_number("threshold", threshold, 0.0)
+        self.margin = checked_number("margin", margin, 0.0)
         self.window = checked_limit("window", window)
         self.max_in_a_row = checked_limit("max_in_a_row", max_in_a_row)
         self.snapshot_every = 50 if snapshot_every is None else checked_limit("snapshot_every", snapshot_every)
@@ -135,6 +143,8 @@ class SpikeGuard(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             refuse_guard(self, trainer, pl_module)
+            if self.action == "rollback":
+                refuse_pruning(self, trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,7 +166,8 @@ class SpikeGuard(Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._sum = loss.detach().clone() if self._sum is None else self._sum + loss.detach()
+        undivided = loss.detach().float() * loss_divisor(trainer)
+        self._sum = undivided if self._sum is None else self._sum + undivided
         self._batches += 1
         if not is_accumulating(trainer):
             self._read = start_reading(self._mean_loss(trainer, self._sum))
@@ -166,7 +177,8 @@ class SpikeGuard(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._keeps = True
-        if self._sum is None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self._sum is None or (self._read is None and scaler is not None):  # then Lightning takes no step
             return
         loss = (self._read or start_reading(self._mean_loss(trainer, self._sum)))()
         if is_spike(loss, self._recent if len(self._recent) == self.window else [], self.threshold, self.margin):
@@ -207,8 +219,8 @@ class SpikeGuard(Callback):
         self._recent = deque(state_dict["recent"], maxlen=self.window)
 
     def _mean_loss(self, trainer: pl.Trainer, total: Tensor) -> Tensor:
-        """Over the micro-batches, each of which Lightning has divided by the factor, and over the ranks."""
-        mean = total.float() * (trainer.accumulate_grad_batches / self._batches)
+        """Over the micro-batches of the window and over the ranks."""
+        mean = total / self._batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))  # get_scale() would wait for the device
@@ -230,7 +242,7 @@ class SpikeGuard(Callback):
                 f"max_in_a_row={self.max_in_a_row}. If such a loss is right, raise threshold={self.threshold:g} or set "
                 "a margin. If not, lower the learning rate, clip gradients, or look at the data."
             )
-        drop_gradients(optimizer)
+        _drop_gradients(trainer, optimizer)
         SkippedSteps.of(trainer).hold(trainer)
         if self._statistics is not None:
             self._statistics.restore()
@@ -251,9 +263,10 @@ class SpikeGuard(Callback):
         self._sum, self._batches, self._read, self._statistics = None, 0, None, None
 
 
-def _number(name: str, value: Any, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} must be a number of {least:g} or more; got {type(value).__name__}.")
-    if not value >= least:
-        raise ValueError(f"{name}={value!r} must be {least:g} or more.")
-    return float(value)
+def _drop_gradients(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> None:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and has_gradients(optimizer):
+        # With a fused optimizer the scaler looks at the gradients inside its step only, and fails if there are none.
+        with contextlib.suppress(RuntimeError):  # they are unscaled already: the optimizer is not fused
+            scaler.unscale_(optimizer)
+    drop_gradients(optimizer)

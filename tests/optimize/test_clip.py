@@ -55,6 +55,21 @@ def test_units_and_thresholds_of_the_run() -> None:
     assert found[3] < 4.0
 
 
+def test_under_a_scaler_a_window_without_a_last_loss_is_not_counted() -> None:
+    """Its gradients are still scaled, and Lightning takes no step with them."""
+
+    class Last(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+    clip = GradientClipping("percentile", 100.0)
+    model = Last(lr=0.0, dtype=torch.float32)
+    data = batches_of(1, 1, 1, 1, 1, 1, dtype=torch.float32)
+    trainer(clip, plugins=[_scaler()], accumulate_grad_batches=2).fit(model, loader(data))
+    assert clip.state_dict()["next"] == 2
+    assert clip.state_dict()["norms"][:3].tolist() == pytest.approx([1.5, 5.5, float("nan")], nan_ok=True)
+
+
 class _Adam(Line):
     def __init__(self, fused: bool) -> None:
         super().__init__(dtype=torch.float32)
@@ -141,7 +156,7 @@ def test_the_plugin_is_as_it_was_afterwards() -> None:
         ({"by": "nrom"}, ValueError, "'nrom' is unknown. Did you mean 'norm'"),
         ({"by": "norm", "warmup": 3}, ValueError, "warmup=3 belongs to by='zclip'"),
         ({"by": "zclip", "history": 3}, ValueError, "history=3 belongs to by='percentile'"),
-        ({"limit": 0.0}, ValueError, "limit=0.0 must be a positive number"),
+        ({"limit": 0.0}, ValueError, "limit=0.0 must be above 0"),
         ({"limit": float("nan")}, ValueError, "limit=nan must be"),
         ({"limit": "1"}, TypeError, "got str"),
         ({"by": "percentile", "limit": 101}, ValueError, "at most 100"),

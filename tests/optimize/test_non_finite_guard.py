@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "fused-sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
 }
 
 
@@ -74,24 +76,6 @@ def _assert_equal(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("bad", [None, NAN, INF, -INF])
-@pytest.mark.parametrize("kinds", ["float32", "float64", "bfloat16", "float16", "float32 float64 bfloat16"])
-def test_any_gradient_that_is_not_finite_is_found_and_all_are_left_as_they_are(kinds: str, bad: float | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(3, 2, generator=generator).to(getattr(torch, kind)) for kind in kinds.split()]
-    if bad is not None:
-        gradients[-1][2, 1] = bad
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    without_gradient = nn.Parameter(torch.ones(1))
-    flag = non_finite_guard.has_non_finite_gradient(torch.optim.SGD([*parameters, without_gradient], lr=0.1))
-    assert flag.item() == (0.0 if bad is None else 1.0)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
-    assert non_finite_guard.has_non_finite_gradient(torch.optim.SGD([without_gradient], lr=0.1)).item() == 0.0
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bad_batches_leave_no_trace(optimizer: str) -> None:
     guard, bad = NonFiniteGuard(explain=False), {0: NAN, 3: INF, 4: -INF, 7: NAN}
@@ -125,7 +109,7 @@ def test_a_window_is_skipped_as_a_whole_and_clipping_passes_over_it(first: bool)
 
 def test_a_fused_step_is_skipped_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: nothing is read before the step, and the schedule and the counter wait one step later."""
-    monkeypatch.setattr(non_finite_guard, "_is_read_freely", lambda flag: False)
+    monkeypatch.setattr(non_finite_guard, "is_read_freely", lambda flag: False)
     guard, bad = NonFiniteGuard(explain=False), {0: NAN, 3: INF, 7: NAN}
     found = _fit(_with_bad(_batches(), bad), guard, model=_Net("fused", decay=1.0))
     plain = _fit([b for place, b in enumerate(_batches()) if place not in bad], model=_Net("fused", decay=1.0))
@@ -137,6 +121,101 @@ def test_a_fused_step_is_skipped_by_its_kernel(monkeypatch: pytest.MonkeyPatch) 
     rates = _fit(_with_bad(_batches(), bad), NonFiniteGuard(explain=False), model=_Net("fused")).rates
     assert rates == pytest.approx([0.1 * 0.5**steps for steps in [1, 1, 2, 3, 3, 4, 5, 6]])
     assert not hasattr(found.trainer.optimizers[0], "found_inf")
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA."""
+    monkeypatch.setattr(non_finite_guard, "is_read_freely", lambda flag: False)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("optimizer", ["fused", "fused-sgd"])
+def test_two_in_a_row_and_the_first_one(optimizer: str) -> None:
+    guard, bad = NonFiniteGuard(explain=False), {0: NAN, 3: INF, 4: NAN}
+    found = _fit(_with_bad(_batches(), bad), guard, model=_Net(optimizer, decay=1.0))
+    plain = _fit([b for place, b in enumerate(_batches()) if place not in bad], model=_Net(optimizer, decay=1.0))
+    torch.testing.assert_close(dict(found.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=0)
+    assert all(buffer.isfinite().all() for buffer in found.buffers())
+    assert found.trainer.global_step == 5
+
+
+@pytest.mark.usefixtures("late")
+def test_a_checkpoint_holds_no_trace_of_a_skip_that_was_not_read(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    data = _with_bad(_batches(), {3: NAN})
+    whole = _fit(data, Saves(), NonFiniteGuard(explain=False), model=_Net("fused"))
+    assert "save_checkpoint" not in vars(whole.trainer)
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())
+    assert saved["global_step"] == 3
+
+    resumed = _Net("fused")
+    run = trainer(NonFiniteGuard(explain=False))
+    run.fit(resumed, loader(data[4:] * 2), ckpt_path=tmp_path / "a.ckpt")  # it goes on with the fifth of these
+    _assert_equal(resumed, whole)
+    assert run.global_step == whole.trainer.global_step == 7
+    assert resumed.rates == whole.rates[4:]
+    assert whole.rates[-1] == pytest.approx(0.1 * 0.5**7)  # the debt was saved
+
+
+@pytest.mark.usefixtures("late")
+def test_after_an_exception_a_skip_that_was_not_read_is_undone() -> None:
+    class Fails(_Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    model, guard = Fails("fused"), NonFiniteGuard(explain=False)
+    run = trainer(guard)
+    with pytest.raises(ZeroDivisionError):
+        run.fit(model, loader(_with_bad(_batches(), {3: NAN})))
+    _assert_equal(model, _fit(_batches()[:3], model=_Net("fused")))
+    assert run.global_step == 3
+    assert guard.state_dict() == {"skipped_steps": 1, "in_a_row": 1, "owed": 1}
+
+
+@pytest.mark.usefixtures("late")
+def test_a_late_skip_of_the_last_step_is_made_up_for() -> None:
+    found = _fit(_with_bad(_batches(), {2: NAN}), NonFiniteGuard(explain=False), model=_Net("fused"), max_steps=3)
+    assert found.counted == [1, 2, 2, 3]
+
+
+def test_the_loggers_count_the_steps_that_are_taken() -> None:
+    class Keeps(DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places: list[int] = []
+
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            self.places.append(step)
+
+    class Logs(_Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("loss", 1.0, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    keeps = Keeps()
+    data = _with_bad(_batches(), {2: NAN, 5: NAN})
+    _fit(data, NonFiniteGuard(explain=False), model=Logs(), logger=keeps, log_every_n_steps=1)
+    assert keeps.places == [0, 1, 1, 2, 3, 3, 4, 5]  # a skipped batch is beside the last step that was taken
+
+
+def test_under_a_scaler_a_window_without_a_last_loss_is_no_skip() -> None:
+    class Last(_Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    guard = NonFiniteGuard()
+    found = _fit(_batches(6), guard, model=Last(), plugins=[plugin], accumulate_grad_batches=2)
+    assert guard.skipped_steps == 0
+    assert found.counted == [0, 1, 1, 1, 1, 2]  # Lightning takes no step there
 
 
 class _Half(Line):
@@ -159,12 +238,12 @@ class _Half(Line):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
 def test_the_skips_of_a_scaler_are_no_steps(
-    ours: bool, fused: bool, late: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    ours: bool, fused: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    if late:
-        monkeypatch.setattr(non_finite_guard, "_is_read_freely", lambda flag: False)
+    if is_late:
+        monkeypatch.setattr(non_finite_guard, "is_read_freely", lambda flag: False)
     plugin = (
         SpeedkitMixedPrecision("16-mixed", initial_scale=1024.0)
         if ours
@@ -174,7 +253,7 @@ def test_the_skips_of_a_scaler_are_no_steps(
     data = [torch.tensor([x]) for x in (INF, INF, 1.0, 1.0)]
     trainer(guard, plugins=[plugin]).fit(model, loader(data))
     expected = [(1.0, 0.5, 0), (1.0, 0.5, 0), (0.5, 0.25, 1), (0.25, 0.125, 2)]
-    if late and fused and not ours:  # the host learns of a skip one step later, and pays for it then
+    if is_late and fused and not ours:  # the host learns of a skip one step later, and pays for it then
         expected = [(1.0, 0.25, 1), (1.0, 0.25, 1), (0.75, 0.25, 1), (0.5, 0.125, 2)]
     assert model.seen == expected
     assert guard.skipped_steps == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,17 @@ def test_a_module_that_cannot_run_alone_is_told_by_its_gradients() -> None:
     trainer(explains).fit(Needs("backward"), loader([torch.rand(5, 3)]))
     assert explains.told is not None
     assert explains.told.startswith("the backward pass")
+
+
+def test_with_several_ranks_nothing_is_run_again() -> None:
+    """A rank that runs ``training_step`` alone would wait for the others in a sum of the user's."""
+    net = _Net("module")
+    net.last.weight.grad = torch.full((1, 4), NAN)
+    told = explain_non_finite(mock.Mock(world_size=2, accumulate_grad_batches=1), net, torch.rand(5, 3), 0)
+    assert told == (
+        "the forward or backward pass made it; the last parameter with such a gradient is 'last.weight' (on one "
+        "device, the module would be named)"
+    )
 
 
 def test_what_fails_because_of_it_does_not_hide_it() -> None:

@@ -63,7 +63,7 @@ class _Skips(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         steps = SkippedSteps.of(trainer)
         if trainer.fit_loop.epoch_loop.batch_idx in self.owes:
-            steps.owed += 1
+            steps.owe(trainer)
         if trainer.fit_loop.epoch_loop.batch_idx in self.places:
             drop_gradients(optimizer)
             steps.hold(trainer)
@@ -86,7 +86,22 @@ def test_what_is_owed_is_paid_by_the_next_step_that_is_taken() -> None:
     model = _Schedules()
     trainer(_Skips({1}, owes={1, 2})).fit(model, loader(batches_of(1, 1, 1, 1, 1)))
     assert model.rates == [0.5, 0.5, 0.5, 0.5, 0.25]
-    assert model.counted == [1, 1, 1, 1, 2]
+    assert model.counted == [1, 0, 0, 1, 2]
+
+
+def test_nothing_is_paid_with_a_step_that_another_guard_skips() -> None:
+    model = _Schedules()
+    trainer(_Skips(set(), owes={1}), _Skips({1})).fit(model, loader(batches_of(1, 1, 1, 1)))
+    assert model.rates == [0.5, 0.5, 0.5, 0.25]  # batch 0 was stepped for; 1 is skipped; 2 is what is owed
+    assert model.counted == [1, 0, 1, 2]
+
+
+def test_nothing_is_owed_after_it_is_forgotten() -> None:
+    steps = SkippedSteps()
+    steps.owed = 2
+    steps.is_held = True
+    steps.forget()
+    assert (steps.owed, steps.is_held) == (0, False)
 
 
 def test_max_steps_counts_steps_that_were_taken() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
+from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
 from lightning_speedkit.optimize.snapshot import RunningStatistics, Snapshot
 
 
@@ -66,6 +68,55 @@ def test_a_learning_rate_is_not_taken_back() -> None:
     optimizer.param_groups[0]["lr"] = 0.01
     snapshot.restore(net, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_taken_back() -> None:
+    batches = torch.randn(9, 5, 3, generator=torch.Generator().manual_seed(2))
+    net = _net()
+    optimizer = ScheduleFreeAdamW(net.parameters(), lr=0.1)
+    _train(net, optimizer, batches[:3])
+    snapshot = Snapshot.take(net, optimizer)
+    _train(net, optimizer, batches[3:6])
+    optimizer.param_groups[0]["lr"] = 0.05
+    snapshot.restore(net, optimizer)
+    _train(net, optimizer, batches[6:])
+
+    plain = _net()
+    optimizer = ScheduleFreeAdamW(plain.parameters(), lr=0.1)
+    _train(plain, optimizer, batches[:3])
+    optimizer.param_groups[0]["lr"] = 0.05
+    _train(plain, optimizer, batches[6:])
+    torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_parameters_that_the_optimizer_got_since_then_lose_their_state() -> None:
+    net = _net()
+    optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+    batches = torch.randn(4, 5, 3)
+    _train(net, optimizer, batches)
+    snapshot, steps = Snapshot.take(net, optimizer), optimizer.state[net[0].weight]["step"].item()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+    _train(net, optimizer, batches)
+    snapshot.restore(net, optimizer)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert optimizer.state[net[0].weight]["step"].item() == steps == 4
+    assert net[2].weight not in optimizer.state
+
+
+def test_a_module_of_other_parameters_is_refused_and_left_as_it_is() -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    snapshot = Snapshot.take(net, optimizer)
+    torch.nn.utils.prune.l1_unstructured(net[0], "weight", 1)
+    net[2] = nn.Linear(4, 2)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    words = (
+        r"are others \(new: 0.weight_mask, 0.weight_orig; gone: 0.weight; of another shape: 2.bias, 2.weight\)\. Add,"
+    )
+    with pytest.raises(ValueError, match=words):
+        snapshot.restore(net, optimizer)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
 def test_memory_is_used_again_and_later_steps_do_not_reach_it() -> None:

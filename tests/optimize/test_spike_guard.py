@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_speedkit.errors import DivergenceError
+from lightning_speedkit.optimize import non_finite_guard
 from lightning_speedkit.optimize.accumulate import AccumulationScheduler
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
 from lightning_speedkit.optimize.spike_guard import SpikeGuard, is_spike
@@ -134,16 +137,66 @@ def test_the_loss_of_a_window_is_the_mean_of_its_micro_batches() -> None:
     _assert_equal(found, plain)
 
 
-def test_the_loss_under_fp16_is_unscaled() -> None:
-    class Reads(SpikeGuard):
-        pass
+@pytest.mark.parametrize(
+    ("accumulation", "options", "sizes"),
+    [
+        (None, {"accumulate_grad_batches": 3}, [3, 3, 3, 3]),
+        (AccumulationScheduler(3), {}, [3, 3, 3, 3]),
+        (AccumulationScheduler({0: 1, 2: 4, 4: 2}, unit="step"), {}, [1, 1, 4, 4, 2]),
+        (AccumulationScheduler(target_batch=5), {}, [3, 2, 3, 2, 2]),  # of 2, 2, 2, 3, 2, 2, 2, 2, 3, 2, 2, 2 samples
+    ],
+)
+def test_the_mean_is_right_whatever_the_loss_is_divided_by(accumulation: Any, options: Any, sizes: list[int]) -> None:
+    """With a learning rate of 0 the loss of a micro-batch is the mean of its numbers, about 1: nothing is a spike."""
+    data = [torch.ones(3 if place in (3, 8) else 2) + place / 100 for place in range(12)]
+    guard = SpikeGuard(threshold=0.5, window=2, max_in_a_row=1)
+    run = trainer(guard, *([] if accumulation is None else [accumulation]), **options)
+    run.fit(Line(lr=0.0, dtype=torch.float32), loader(data))
+    assert guard.spikes == 0
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    means = [1 + sum(range(start, start + size)) / size / 100 for start, size in zip(starts, sizes, strict=True)]
+    assert guard.state_dict()["recent"] == pytest.approx(means[-2:], rel=1e-6)
 
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4))
-    guard, model = Reads(window=5), _Net()
-    fit(batches(spikes={12: 100.0}), guard, NonFiniteGuard(), model=model, plugins=[plugin])
+
+class _Fused(_Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, fused=True)
+
+
+def _fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4))
+
+
+@pytest.mark.parametrize("model", [_Net, _Fused])
+@pytest.mark.parametrize("others", [[], [NonFiniteGuard()]])
+def test_under_fp16_the_loss_is_unscaled_and_the_scaler_goes_on(model: type[_Net], others: list[Callback]) -> None:
+    guard, net = SpikeGuard(window=5), model()
+    fit(batches(spikes={12: 100.0}), guard, *others, model=net, plugins=[_fp16()])
     assert guard.spikes == 1
-    assert model.counted[-1] == 23
+    assert net.counted[-1] == 23
     assert all(1.0 <= loss < 3.0 for loss in guard.state_dict()["recent"])
+
+
+@pytest.mark.parametrize("fused_late", [False, True])
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_two_guards_count_a_step_that_both_skip_once(
+    action: str, fused_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the other guard learns of it a step later, when this one has undone it."""
+    if fused_late:
+        monkeypatch.setattr(non_finite_guard, "is_read_freely", lambda flag: False)
+    guard, other = SpikeGuard(action, window=5, snapshot_every=4 if action == "rollback" else None), NonFiniteGuard()
+    net = _Fused() if fused_late else _Net()
+    found = fit(batches(spikes={14: NAN}), other, guard, model=net)
+    gone = [14] if action == "skip" else range(8, 15)
+    _assert_equal(found, fit(without(batches(), *gone), model=type(net)()))
+    assert found.counted[-1] == found.trainer.global_step == 23
+    assert (other.skipped_steps, guard.spikes) == (1, 1)
+
+
+def test_a_rollback_beside_pruning_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="ModelPruning, which renames parameters"):
+        fit(batches(), SpikeGuard("rollback"), ModelPruning("l1_unstructured"))
 
 
 def test_too_many_in_a_row_are_an_error() -> None:
@@ -177,6 +230,7 @@ def test_its_state_and_what_is_logged() -> None:
         ({"threshold": -1.0}, ValueError, r"threshold=-1\.0 must be 0 or more"),
         ({"threshold": "2"}, TypeError, "got str"),
         ({"margin": NAN}, ValueError, "margin=nan"),
+        ({"threshold": math.inf}, ValueError, "threshold=inf"),
         ({"window": 0}, ValueError, "window=0"),
         ({"action": "rollback", "snapshot_every": 1.5}, TypeError, r"snapshot_every=1\.5"),
     ],
