@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +438,8 @@ def test_a_batch_that_cannot_be_sent_is_told(crew: Callable[..., Crew]) -> None:
 def test_what_cannot_be_sent_to_a_spawned_worker(method: str, dataset: Any) -> None:
     gc.collect()
     resource_tracker.ensure_running()  # of the standard library, once per process
+    if method == "forkserver":
+        forkserver.ensure_running()
     before = descriptors()
     with pytest.raises(LoaderError, match=r"cannot be sent to a worker: .*Make them classes or functions of a module"):
         Crew(dataset, method=method)
