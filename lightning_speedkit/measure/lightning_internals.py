@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -29,6 +30,7 @@ __all__ = [
     "forget_static_graph_flush",
     "is_accumulating",
     "logs_this_step",
+    "loss_divisor",
     "read_optimizers",
     "recount_batches",
     "skips_backward",
@@ -149,15 +151,18 @@ def logs_this_step(trainer: pl.Trainer) -> bool:
 
 
 def uncount_step(trainer: pl.Trainer) -> None:
-    """Take an optimizer step that was counted off ``trainer.global_step``: it changed nothing.
+    """Take an optimizer step that was counted off ``trainer.global_step``, and off the x-axis of the loggers.
 
     Changes ``fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step``, in the total and in what is
-    counted since the start of the epoch.
+    counted since the start of the epoch, and ``fit_loop.epoch_loop._batches_that_stepped``, which Lightning advances
+    after the hooks of the batch.
     """
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.automatic_optimization.optim_progress.optimizer.step
     for counted in (progress.total, progress.current):
         counted.ready -= 1
         counted.completed -= 1
+    loop._batches_that_stepped -= 1
 
 
 class WindowRules(Protocol):
@@ -345,3 +350,18 @@ def batch_on_device(trainer: pl.Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def loss_divisor(trainer: pl.Trainer) -> float:
+    """What the loss of the batch in progress was divided by before its backward: the accumulation factor, or 1.
+
+    It is 1 under :func:`follow_windows`, whatever the factor. Asks
+    ``fit_loop.epoch_loop.automatic_optimization.output_result_cls``.
+    """
+    factor = trainer.accumulate_grad_batches
+    if factor == 1:
+        return 1.0
+    result = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+    divided = result.from_training_step_output(torch.ones((), dtype=torch.float64, device="cpu"), factor).closure_loss
+    assert divided is not None
+    return 1 / divided.item()

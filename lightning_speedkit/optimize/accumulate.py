@@ -8,7 +8,8 @@ also cannot change the factor inside an epoch (#21534), nor resume inside a wind
 
 When it helps: the batch that you want does not fit into memory. What it costs: where ranks are joined, the sum of one
 number over them per window, and one multiplication of the gradients. On one device, nothing while the windows are
-full and the micro-batches equal, and then the weights equal Lightning's own bit for bit.
+full and the micro-batches equal, and then the weights equal Lightning's own bit for bit. Counts that stay on a GPU
+cost the multiplication in every window.
 
 How: a loss is weighted by its samples, relative to the first micro-batch of its window, in its backward pass. Before
 the last backward of the window, the gradients so far are scaled and the last loss is weighted so that what is
@@ -118,6 +119,7 @@ class AccumulationScheduler(Callback):
         self._had_backward = False  # the micro-batch in progress
         self._resumed: Mapping[str, Any] | None = None
         self._lost = False  # the run resumed inside a window, without its gradients
+        self._resumed_at = 0  # the batch of the epoch that the run resumes at
         self._told: set[str] = set()
 
     def count_samples(self, batch: Any) -> int | Tensor:
@@ -133,7 +135,7 @@ class AccumulationScheduler(Callback):
             check_trainer(trainer, pl_module, AccumulationScheduler)
             self._found, self._resumed, self._told = trainer.accumulate_grad_batches, None, set()
             if self._plan.accumulates():  # else Lightning's own windows are these
-                rules = TrainerWindows(trainer, self, self._plan, lambda: self._run, self.count == "samples")
+                rules = TrainerWindows(trainer, self, self._plan, lambda: self._run, self._counts_samples())
                 self._stop_following = follow_windows(trainer, rules)
             self._run = AccumulationRun(self._plan, DataRanks())
             self._begin(trainer, 0)  # now: configure_optimizers may read the factor
@@ -155,7 +157,7 @@ class AccumulationScheduler(Callback):
         else:
             position, window = state["position"], state["window"]
         self._begin(trainer, done - position)
-        self._lost = position > 0 and window is None
+        self._lost, self._resumed_at = position > 0 and window is None, done
         if window is not None:
             ratio = loss_scale_of(trainer) / window["loss_scale"]
             self._run.restore(pl_module.named_parameters(), window, ratio)
@@ -163,7 +165,7 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, 0)
-        self._lost = False
+        self._lost, self._resumed_at = False, 0
         factor, batches = self._run.bounds.factor or 1, trainer.num_training_batches
         if factor > batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._warn(
@@ -176,11 +178,14 @@ class AccumulationScheduler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         run = self._run
-        if run.bounds.is_over_at(batch_idx):
+        if batch_idx < self._resumed_at:  # saved at the last batch of an epoch: no hook told of the new one
+            self._begin(trainer, batch_idx)
+            self._lost = False
+        elif run.bounds.is_over_at(batch_idx):
             self._begin(trainer, run.bounds.next_start(batch_idx))
         alone = run.ranks.size == 1 and run.bounds.factor == 1 and self.log_loss is None
         run.count(1 if alone or run.alike else self._counted(batch), batch_idx, self._position(trainer))
-        self._had_backward = False
+        self._had_backward, self._resumed_at = False, 0
 
     @override
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -236,7 +241,7 @@ class AccumulationScheduler(Callback):
         position = progress.processed - run.bounds.start if run.window is not None or in_batch else 0
         window: dict[str, Any] | None = None
         if position > 0 and run.window is not None and not (in_batch and self._had_backward):
-            window = run.state(pl_module.named_parameters(), self.log_loss is not None)
+            window = run.state(pl_module.named_parameters(), progress.processed, self.log_loss is not None)
             window["loss_scale"] = loss_scale_of(trainer)
         checkpoint[_STATE] = {"position": position, "window": window}
 
@@ -251,6 +256,10 @@ class AccumulationScheduler(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._put_back(trainer)
+
+    def _counts_samples(self) -> bool:
+        own = getattr(self.count_samples, "__func__", None)
+        return self.count == "samples" and own is AccumulationScheduler.count_samples
 
     def _position(self, trainer: pl.Trainer) -> int:
         return trainer.current_epoch if self.unit == "epoch" else trainer.global_step

@@ -60,6 +60,7 @@ class AccumulationRun:
         self.samples: int | Tensor = 1  # of the micro-batch in progress
         self._reference: float | Tensor | None = None  # of all ranks; the first window has to use it
         self._collected = 0  # over all ranks in this window, towards a target
+        self._newest = 0, 0  # the last micro-batch that was counted, and what it brought towards the target
         self._loss: Tensor | float = 0.0  # the sum over the samples of this window
         self._total: float | Tensor | None = None  # the samples of the window that was closed
 
@@ -72,7 +73,8 @@ class AccumulationRun:
         """The micro-batch in progress has so many samples."""
         self.samples = samples
         if self.bounds.factor is None:
-            self._collected += int(self.ranks.total(samples))
+            self._newest = batch, int(self.ranks.total(samples))
+            self._collected += self._newest[1]
             if self.plan.is_reached(self._collected, position):
                 self.bounds.end_at(batch)
 
@@ -94,7 +96,7 @@ class AccumulationRun:
         """
         window = self.window
         assert window is not None
-        if self.ranks.size > 1 and self._reference is None:
+        if self._needs_reference():
             self._reference = window.reference = self._mean_over_ranks()
         elif shrink and not self.ranks.averages_at_once:
             _scale(parameters, window.raise_reference(self.samples))
@@ -134,13 +136,22 @@ class AccumulationRun:
         self._total = None
         return mean
 
-    def state(self, named_parameters: Iterable[tuple[str, nn.Parameter]], with_loss: bool = False) -> dict[str, Any]:
-        """The open window with its gradients, as tensors and plain numbers; to be called on all ranks."""
+    def state(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], done: int, with_loss: bool = False
+    ) -> dict[str, Any]:
+        """The open window with its gradients, as tensors and plain numbers; to be called on all ranks.
+
+        Args:
+            named_parameters: Those whose gradients are kept.
+            done: The micro-batches of the epoch that are done; a later one will be counted again.
+            with_loss: Keep the loss of the window too.
+        """
         assert self.window is not None
         state = window_state(named_parameters, self.window, self.ranks)
+        batch, brought = self._newest
         return {
             **state,
-            "collected": self._collected,
+            "collected": self._collected - brought * (batch >= done),
             "loss": float(self.ranks.total(self._loss)) if with_loss else 0.0,
         }
 
@@ -153,12 +164,17 @@ class AccumulationRun:
         self._collected = state["collected"]
         self._loss = state["loss"] if self.ranks.rank == 0 else 0.0
 
+    def _needs_reference(self) -> bool:
+        """Where each backward is averaged, ranks need one reference for all windows; 0 is none."""
+        return self.ranks.size > 1 and (
+            self._reference is None or (self.ranks.averages_at_once and float(self._reference) == 0)
+        )
+
     def _mean_over_ranks(self) -> float | Tensor:
-        """Once per run: where one backward is averaged before the window ends, its weights need one reference."""
         if self.alike:
             return 1.0
         mean = self.ranks.total(self.samples) / self.ranks.size
-        return mean if isinstance(self.samples, Tensor) else float(mean)
+        return mean if isinstance(self.samples, Tensor) and not self.ranks.averages_at_once else float(mean)
 
 
 def _scale(parameters: Parameters, scale: float | Tensor) -> None:

@@ -79,15 +79,17 @@ def split_batch(batch: Any, size: int, dim: int = 0) -> list[Any]:
     return _parts(batch, sizes, dim, by_columns=set(_lengths(batch, dim)) != {samples})
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any] | None = None) -> Any:
     """What the whole batch would have put out, from what its pieces put out.
 
     Tensors and lists with one entry per sample are put together; numbers and tensors without a dimension are taken as
-    means over samples, and averaged; mappings, tuples and lists are joined entry by entry; equal things stay.
+    means, and averaged; mappings, tuples and lists are joined entry by entry; equal things stay.
 
     Args:
         outputs: One output for each piece.
         sizes: The number of samples of each piece.
+        weights: What the pieces weigh in means, numbers or tensors of no dimension; ``None``: their samples. One of 0
+            is passed over, since its mean may be no number.
 
     Raises:
         ValueError: The outputs have no form that can be joined.
@@ -103,18 +105,32 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         if all(output.ndim and len(output) == size for output, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
         if all(output.numel() == 1 for output in outputs):
-            return sum(output * (size / sum(sizes)) for output, size in zip(outputs, sizes, strict=True))
+            return _mean(outputs, sizes if weights is None else weights)
     elif isinstance(first, float):
-        return sum(output * size for output, size in zip(outputs, sizes, strict=True)) / sum(sizes)
+        numbers = [torch.tensor(output, dtype=torch.float64) for output in outputs]
+        return _mean(numbers, sizes if weights is None else weights).item()
     elif isinstance(first, list) and all(len(output) == size for output, size in zip(outputs, sizes, strict=True)):
         return [entry for output in outputs for entry in output]
     elif isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
-        return _mapping_like(first, {key: join_outputs([o[key] for o in outputs], sizes) for key in first})
+        return _mapping_like(first, {key: join_outputs([o[key] for o in outputs], sizes, weights) for key in first})
     elif isinstance(first, (list, tuple)) and all(len(output) == len(first) for output in outputs):
-        return _sequence_like(first, [join_outputs(entries, sizes) for entries in zip(*outputs, strict=True)])
+        return _sequence_like(first, [join_outputs(entries, sizes, weights) for entries in zip(*outputs, strict=True)])
     elif all(output == first for output in outputs):
         return first
     raise ValueError(f"Outputs of type {type(first).__name__} cannot be joined: they differ in length or value.")
+
+
+def _mean(values: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
+    kind = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
+    total, mean = sum(weights), values[0].new_zeros((), dtype=kind)
+    for value, weight in zip(values, weights, strict=True):
+        share = weight / total
+        if isinstance(share, Tensor):
+            share = share.to(mean)
+            mean = mean + (value * share).where(share != 0, 0.0)
+        elif share:
+            mean = mean + value * share
+    return mean
 
 
 def _listed(values: Any) -> str:

@@ -33,7 +33,7 @@ from lightning_speedkit.optimize.accumulation_count import counter_of
 from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.micro_batch_gradients import synchronize_gradients
 from lightning_speedkit.optimize.micro_batch_ranks import HostGroup
-from lightning_speedkit.optimize.micro_batch_refusals import check_trainer, check_wrapped
+from lightning_speedkit.optimize.micro_batch_refusals import check_strategy, check_trainer, check_wrapped
 from lightning_speedkit.optimize.micro_batch_retry import BatchPieces, backward_in_pieces
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
 from lightning_speedkit.optimize.micro_batch_step import step_with_retry
@@ -66,7 +66,7 @@ class AutoMicroBatch(Callback):
         ignore_index: The label that the loss leaves out.
 
     Raises:
-        ValueError: An argument is out of range or unknown.
+        ValueError: An argument is out of range or unknown; at the first batch: it has not what ``count`` counts.
         MisconfigurationException: At ``fit``: manual optimization, a ``training_step`` that takes
             ``dataloader_iter``, a second AutoMicroBatch, a strategy other than one device and DDP, a static graph, or
             SyncBatchNorm on several ranks.
@@ -147,6 +147,7 @@ class AutoMicroBatch(Callback):
             self._told = None
         if stage == "predict":
             return
+        check_strategy(trainer)
         strategy, plugin = trainer.strategy, trainer.precision_plugin
         steps = partial(self._steps_of, trainer, pl_module, plugin.backward)
         for name in ("training_step", "validation_step", "test_step"):
@@ -170,6 +171,8 @@ class AutoMicroBatch(Callback):
     ) -> None:
         if self._steps is not None:
             self._steps.drop()
+        if self._group is not None and is_accumulating(trainer):  # else in the backward pass, before gradients are sent
+            self._adopt(self._group)
         self._tell(pl_module)
 
     @override
@@ -233,10 +236,14 @@ class AutoMicroBatch(Callback):
         if is_accumulating(trainer):
             return
         if self._group is not None:
-            self._training.adopt(self._group.largest(self._training.row()))
+            self._adopt(self._group)
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             synchronize_gradients(trainer.strategy.model)
         self._training.grow()
+
+    def _adopt(self, group: HostGroup) -> None:
+        """Take the smallest size of all ranks; raises if one of them is gone."""
+        self._training.adopt(group.largest(self._training.row()))
 
     def _repeating_step(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> MethodType:
         original, device = optimizer.step, trainer.strategy.root_device
@@ -254,7 +261,7 @@ class AutoMicroBatch(Callback):
                 self._one_by_one = True
                 rank_zero_warn(
                     f"{type(of).__name__}.step() ran out of memory and was repeated; from now on it goes parameter by "
-                    "parameter (foreach=False), which needs less memory."
+                    "parameter where it has the option (foreach=False, not fused), which needs less memory."
                 )
             return result
 

@@ -42,15 +42,19 @@ class RecordedLogs:
             log(name, value, **options)
 
 
-def joined_logs(pieces: Sequence[RecordedLogs], sizes: Sequence[int]) -> RecordedLogs:
+def joined_logs(
+    pieces: Sequence[RecordedLogs], sizes: Sequence[int], weights: Sequence[float | Tensor] | None = None
+) -> RecordedLogs:
     """What the whole batch would have logged, from what its pieces logged.
 
-    A value is the mean over the samples of the pieces that logged it, or their sum, largest or smallest one if
-    ``reduce_fx`` says so. A metric object has seen all pieces and is logged once. ``batch_size`` is summed up.
+    A value is the weighted mean over the pieces that logged it, or their sum, largest or smallest one if ``reduce_fx``
+    says so. A metric object has seen all pieces and is logged once. ``batch_size`` is summed up.
 
     Args:
         pieces: The calls of each piece.
         sizes: The number of samples of each piece.
+        weights: What the pieces weigh in means, numbers or tensors of no dimension; ``None``: their samples. One of 0
+            is passed over, since its mean may be no number.
 
     >>> pieces = [RecordedLogs(), RecordedLogs()]
     >>> pieces[0].record(("loss", 1.0), {})
@@ -58,27 +62,29 @@ def joined_logs(pieces: Sequence[RecordedLogs], sizes: Sequence[int]) -> Recorde
     >>> joined_logs(pieces, sizes=[3, 1]).calls
     [('loss', tensor(2.), {})]
     """
-    found: dict[str, list[tuple[Any, int, dict[str, Any]]]] = {}
-    for piece, size in zip(pieces, sizes, strict=True):
+    found: dict[str, list[tuple[Any, float | Tensor, dict[str, Any]]]] = {}
+    for piece, weight in zip(pieces, sizes if weights is None else weights, strict=True):
         for name, value, options in piece.calls:
-            found.setdefault(name, []).append((value, size, options))
+            found.setdefault(name, []).append((value, weight, options))
     joined = RecordedLogs()
     for name, entries in found.items():
-        values, counts, named = [e[0] for e in entries], [e[1] for e in entries], dict(entries[0][2])
+        values, shares, named = [e[0] for e in entries], [e[1] for e in entries], dict(entries[0][2])
         if named.get("batch_size") is not None:
             named["batch_size"] = sum(entry[2].get("batch_size") or 0 for entry in entries)
-        joined.calls.append((name, _joined(values, counts, named.get("reduce_fx", "mean")), named))
+        joined.calls.append((name, _joined(values, shares, named.get("reduce_fx", "mean")), named))
     return joined
 
 
-def _joined(values: list[Any], counts: list[int], reduce_fx: Any) -> Any:
+def _joined(values: list[Any], shares: list[float | Tensor], reduce_fx: Any) -> Any:
     if not isinstance(values[0], (Tensor, int, float)):
         return values[0]
     stacked = torch.stack([torch.as_tensor(value) for value in values])
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     if kind in ("sum", "max", "min", "amax", "amin"):
         return getattr(stacked, {"max": "amax", "min": "amin"}.get(kind, kind))(0)
-    weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     if not stacked.is_floating_point():
         stacked = stacked.to(torch.get_default_dtype())
-    return (stacked * weights.to(stacked.dtype).reshape(-1, *[1] * (stacked.ndim - 1))).sum(0)
+    double = torch.float32 if stacked.device.type == "mps" else torch.float64
+    weights = torch.stack([torch.as_tensor(share, dtype=double, device=stacked.device) for share in shares])
+    weights = (weights / weights.sum()).to(stacked.dtype).reshape(-1, *[1] * (stacked.ndim - 1))
+    return (stacked * weights).where(weights != 0, 0.0).sum(0)

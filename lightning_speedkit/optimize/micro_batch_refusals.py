@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_trainer", "check_wrapped"]
+__all__ = ["check_strategy", "check_trainer", "check_wrapped"]
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, kind: type[Callback]) -> None:
@@ -36,6 +36,15 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, kind: type[Ca
     others = [c for c in trainer.callbacks if isinstance(c, kind)]  # type: ignore[attr-defined]
     if len(others) > 1:
         raise MisconfigurationException("There are two AutoMicroBatch callbacks. Keep one of them.")
+    check_strategy(trainer)
+
+
+def check_strategy(trainer: pl.Trainer) -> None:
+    """Raise if ranks would wait for each other inside the passes of this strategy, in training and evaluation.
+
+    Raises:
+        MisconfigurationException: They would; the message names the ones that work.
+    """
     plain = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
     if not plain or isinstance(trainer.strategy, (DeepSpeedStrategy, XLAStrategy)):  # DDPStrategies by class only
         raise MisconfigurationException(

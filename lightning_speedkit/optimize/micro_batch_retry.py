@@ -53,12 +53,16 @@ class BatchPieces:
 
 
 def times(loss: Tensor, share: float | Tensor) -> Tensor:
-    """The product, in the type of the loss.
+    """The product, in the type of the loss; 0 for a share of 0, where the loss may be no number.
 
     >>> times(torch.ones(()), torch.tensor(0.25, dtype=torch.float64))
     tensor(0.2500)
+    >>> times(torch.tensor(float("nan")), 0.0)  # a mean over no labels
+    tensor(0.)
     """
-    return loss * (share.to(loss.dtype) if isinstance(share, Tensor) else share)
+    if isinstance(share, Tensor):
+        return (loss * share.to(loss.dtype)).where(share > 0, 0.0)
+    return loss * share if share else loss.where(torch.zeros_like(loss, dtype=torch.bool), 0.0)
 
 
 def run_until_it_fits(
@@ -69,6 +73,7 @@ def run_until_it_fits(
     undo: Callable[[], None] = lambda: None,
     device: torch.device | str = "cpu",
     doing: str = "A step",
+    whole_is_proof: bool = True,
 ) -> T:
     """Call ``run`` with the number of samples to compute at once, and again with fewer while memory runs out.
 
@@ -82,6 +87,7 @@ def run_until_it_fits(
         undo: Called before each new try, after the failed one has let go of its tensors.
         device: Where memory is to be freed.
         doing: What is done, for messages.
+        whole_is_proof: Whether a whole batch that was computed did fit; not if its backward pass is still to come.
 
     Returns:
         What ``run`` returned.
@@ -113,7 +119,7 @@ def run_until_it_fits(
                 raise
             _shrink(tried, samples, size, doing, error)
         else:
-            if count is not None:
+            if count is not None and (tried is not None or whole_is_proof):
                 size.note_success(count)
             return result
         undo()  # here the traceback of the error is gone, and with it the tensors of its frames

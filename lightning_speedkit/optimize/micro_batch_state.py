@@ -2,8 +2,9 @@
 metrics.
 
 What it costs: copies of the random states, of the metrics, and of buffers: of those up to 1 MiB all, since some kernels
-(BatchNorm's) write to them without a trace; of larger ones those that a step is known to change. On the first step,
-before that is known, the larger ones are copied to the host once.
+(BatchNorm's) write to them without a trace; of larger ones those that a step is known to change. On the first step of
+each kind (training, evaluation), before that is known, the larger ones are copied to the host once. One that a later
+step changes for the first time is not put back if just that step fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SavedState:
     """A state as it was; made by :meth:`StateKeeper.save`."""
 
     random: tuple[Any, ...]
-    buffers: tuple[tuple[nn.Module, str, Tensor, Tensor], ...]  # owner, name, the tensor itself, a copy of it
+    buffers: tuple[tuple[nn.Module, str, Tensor | None, Tensor | None], ...]  # owner, name, the tensor, a copy of it
     metrics: tuple[tuple[Metric, dict[str, Any]], ...]
 
 
@@ -53,14 +54,17 @@ class StateKeeper:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._slots = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
+        self._slots = [(owner, name) for owner in module.modules() for name, _ in owner._buffers.items()]
         self._metrics = [owner for owner in module.modules() if isinstance(owner, Metric)]
-        self._seen: list[tuple[Tensor, int]] | None = None  # at the last save
+        self._seen: list[tuple[Tensor | None, int]] | None = None  # at the last save
+        self._kinds: set[str] = set()  # of the steps that there were saves before
         self._changing: set[int] = set()  # slots
 
-    def save(self) -> SavedState:
-        """The state as it is now."""
-        return SavedState(self._random_states(), self._copied_buffers(), tuple(map(_copied_metric, self._metrics)))
+    def save(self, kind: str = "") -> SavedState:
+        """The state as it is now, before a step of this kind; the first one of a kind copies every buffer."""
+        copied = self._copied_buffers(everything=kind not in self._kinds)
+        self._kinds.add(kind)
+        return SavedState(self._random_states(), copied, tuple(map(_copied_metric, self._metrics)))
 
     def restore(self, saved: SavedState) -> None:
         """Make the state what it was."""
@@ -72,8 +76,12 @@ class StateKeeper:
             self._of_device("set_rng_state", on_device)
         with torch.no_grad():
             for owner, name, tensor, copy in saved.buffers:
-                tensor.copy_(copy)
-                setattr(owner, name, tensor)  # a step may have put another tensor in its place
+                if tensor is not None and copy is not None:
+                    tensor.copy_(copy)
+                if name in owner._buffers:
+                    setattr(owner, name, tensor)  # a step may have put another tensor in its place
+                else:
+                    owner.register_buffer(name, tensor)
         for metric, state in saved.metrics:
             vars(metric).update(_copied(state))
 
@@ -88,8 +96,8 @@ class StateKeeper:
             return None
         return call(*arguments) if self._device.type == "mps" else call(*arguments, self._device)
 
-    def _copied_buffers(self) -> tuple[tuple[nn.Module, str, Tensor, Tensor], ...]:
-        tensors = [getattr(owner, name) for owner, name in self._slots]
+    def _copied_buffers(self, everything: bool) -> tuple[tuple[nn.Module, str, Tensor | None, Tensor | None], ...]:
+        tensors = [getattr(owner, name, None) for owner, name in self._slots]  # one may be removed by now
         seen = [(tensor, _version(tensor)) for tensor in tensors]
         if self._seen is not None:
             self._changing.update(
@@ -97,17 +105,23 @@ class StateKeeper:
                 for slot, ((tensor, version), (last, before)) in enumerate(zip(seen, self._seen, strict=True))
                 if tensor is not last or version != before or version < 0
             )
-        saved = []
+        saved: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = []
         for slot, tensor in enumerate(tensors):
-            if slot in self._changing or tensor.nbytes <= _SMALL:
-                saved.append((*self._slots[slot], tensor, tensor.detach().clone()))
-            elif self._seen is None:
-                saved.append((*self._slots[slot], tensor, tensor.detach().to("cpu", copy=True)))
+            owner, name = self._slots[slot]
+            if tensor is None:
+                if name in owner._buffers:  # and has not been removed
+                    saved.append((owner, name, None, None))
+            elif slot in self._changing or tensor.nbytes <= _SMALL:
+                saved.append((owner, name, tensor, tensor.detach().clone()))
+            elif everything:
+                saved.append((owner, name, tensor, tensor.detach().to("cpu", copy=True)))
         self._seen = seen
         return tuple(saved)
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
     return -1 if tensor.is_inference() else tensor._version
 
 

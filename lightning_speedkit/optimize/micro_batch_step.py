@@ -1,8 +1,8 @@
 """An optimizer step that runs again after it found no memory, and never half twice.
 
 An optimizer finds no memory in its first step, where it makes its state, or where it needs room for intermediate
-results. Before the second try the allocator's unused blocks are given back, and the step goes parameter by parameter
-(``foreach=False``), which needs less room and computes the same.
+results. Before the second try the allocator's unused blocks are given back, and a step that has the option goes
+parameter by parameter (``foreach=False``), which needs less room and computes the same; a fused one stays as it is.
 
 A step that fails after it changed something can only run again if it is undone. Small models are copied before each
 step and put back. For large ones a copy would need the memory that is missing, so there the error says what happened.
@@ -42,7 +42,8 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, copy_bytes: float = 0) -> None:
         self._optimizer = optimizer
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        apart = ("params", "foreach")  # a step parameter by parameter has foreach=False for its own time only
+        self._groups = [{k: v for k, v in group.items() if k not in apart} for group in optimizer.param_groups]
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         self._versions = [(tensor, tensor._version) for tensor in self._tensors()]
         size = sum(tensor.nbytes for tensor, _ in self._versions)

@@ -97,6 +97,7 @@ class StepsInPieces:
         self._keeper = StateKeeper(module, self._device)
         self._pending: _Pending | None = None
         self._warned = False
+        self._looked = False  # at a batch, for whether it can be computed in pieces
 
     def drop(self) -> None:
         """Forget a loss whose backward pass was never asked for."""
@@ -105,7 +106,10 @@ class StepsInPieces:
     def training_step(self, step: Callable[..., Any], size: MicroBatchSize, batch: Any, *arguments: Any) -> Any:
         """What ``step(batch, ...)`` returns, with a loss for :meth:`backward`."""
         self._pending = None
-        before = self._keeper.save()
+        if not self._looked:
+            self._looked = True
+            self._look_at(batch)
+        before = self._keeper.save("training")
 
         def run(at_once: int | None) -> tuple[RecordedLogs, Any]:
             if at_once is not None:
@@ -119,23 +123,23 @@ class StepsInPieces:
             self._pending = _Pending(proxy, batch, arguments, before, [loss])
             return logs, _with_loss(output, proxy)
 
-        return self._finish(run, size, batch, lambda: self._keeper.restore(before), "The forward pass")
+        return self._finish(run, size, batch, lambda: self._keeper.restore(before), "The forward pass", False)
 
     def evaluation_step(self, step: Callable[..., Any], size: MicroBatchSize, batch: Any, *arguments: Any) -> Any:
         """What ``step(batch, ...)`` returns."""
-        before = self._keeper.save()
+        before = self._keeper.save("evaluation")
 
         def run(at_once: int | None) -> tuple[RecordedLogs, Any]:
             if at_once is None:
                 with self._recording() as logs:
                     return logs, step(batch, *arguments)
-            pieces, samples, _ = self._pieces.cut(batch, at_once)
+            pieces, samples, shares = self._pieces.cut(batch, at_once)
             outputs, recorded = [], []
             for piece in pieces:
                 with self._recording() as logs:
                     outputs.append(step(piece, *arguments))
                 recorded.append(logs)
-            return joined_logs(recorded, samples), self._joined(outputs, samples)
+            return joined_logs(recorded, samples, self._weights(shares)), self._joined(outputs, samples, shares)
 
         return self._finish(run, size, batch, lambda: self._keeper.restore(before), "An evaluation step")
 
@@ -226,19 +230,38 @@ class StepsInPieces:
             raise
         gradients = new.detach()
         if loss is None:
-            return joined_logs(recorded, samples), None
+            return joined_logs(recorded, samples, self._weights(shares)), None
         self._pending = _Pending(loss.requires_grad_(), new=gradients, scale=scale)
-        joined = loss if isinstance(outputs[0], Tensor) else self._joined(outputs, samples)
-        return joined_logs(recorded, samples), _with_loss(joined, loss)
+        joined = loss if isinstance(outputs[0], Tensor) else self._joined(outputs, samples, shares)
+        return joined_logs(recorded, samples, self._weights(shares)), _with_loss(joined, loss)
 
-    def _joined(self, outputs: list[Any], samples: list[int]) -> Any:
+    def _weights(self, shares: list[Any]) -> list[Any] | None:
+        """What pieces weigh in the means that a step logs and returns; a mean over labels has to be one over labels."""
+        return None if self._pieces.weigh is None else shares
+
+    def _joined(self, outputs: list[Any], samples: list[int], shares: list[Any]) -> Any:
         try:
-            return join_outputs(outputs, samples)
+            return join_outputs(outputs, samples, self._weights(shares))
         except ValueError as error:
             if not self._warned:
                 rank_zero_warn(f"{error} What the step returned for the last piece of a batch stands for all of it.")
             self._warned = True
             return outputs[-1]
+
+    def _look_at(self, batch: Any) -> None:
+        """Say at the first batch, and not when memory runs out, that there will be no pieces or no weights."""
+        try:
+            pieces = self._pieces.split(batch, max(self._pieces.count(batch) // 2, 1))
+            for piece in pieces:
+                self._pieces.count(piece)
+        except (ValueError, TypeError) as why:
+            rank_zero_warn(
+                f"AutoMicroBatch cannot compute this batch in pieces, so it cannot help when memory runs out. {why} "
+                "Override count_samples(batch) and split(batch, size) in a subclass, or remove the callback."
+            )
+            return
+        if self._pieces.weigh is not None:
+            self._pieces.weigh(pieces[0])  # raises where there is nothing to count
 
     def _finish(
         self,
@@ -247,9 +270,16 @@ class StepsInPieces:
         batch: Any,
         undo: Callable[[], None],
         doing: str,
+        whole_is_proof: bool = True,
     ) -> Any:
         logs, output = run_until_it_fits(
-            run, lambda: self._pieces.count(batch), size, undo=undo, device=self._device, doing=doing
+            run,
+            lambda: self._pieces.count(batch),
+            size,
+            undo=undo,
+            device=self._device,
+            doing=doing,
+            whole_is_proof=whole_is_proof,
         )
         logs.replay(self._module.log)
         return output

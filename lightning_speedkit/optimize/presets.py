@@ -45,7 +45,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     _preset(
         "auto-micro-batch",
-        "A batch that does not fit into memory is computed in smaller pieces, with the step of the whole batch.",
+        "A batch that does not fit into memory is computed in smaller pieces, with the gradient of the whole batch.",
         Part(AutoMicroBatch, {}),
     ),
     _preset(

@@ -25,6 +25,7 @@ from lightning_speedkit.measure.lightning_internals import (
     forget_static_graph_flush,
     is_accumulating,
     logs_this_step,
+    loss_divisor,
     read_optimizers,
     recount_batches,
     skips_backward,
@@ -489,3 +490,22 @@ def test_a_step_can_be_taken_off_the_counter() -> None:
     watch = _Watch()
     _fit(Uncounts(), watch, max_epochs=2)
     assert watch.steps == [1, 1, 2, 3, 3, 4, 4, 5, 6, 6]
+
+
+def test_what_a_loss_was_divided_by() -> None:
+    class Asks(_InWindows):
+        def __init__(self, follows: bool) -> None:
+            super().__init__()
+            self.follows, self.told = follows, []  # type: ignore[var-annotated]
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            if self.follows:
+                super().setup(trainer, pl_module, stage)
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            self.told.append(loss_divisor(trainer))
+
+    for follows, factor in ((False, 4), (True, 1)):
+        asks = Asks(follows)
+        _in_windows(asks, max_epochs=1)
+        assert asks.told == [factor] * 6

@@ -186,3 +186,42 @@ def test_a_window_goes_on_where_it_was_put_aside() -> None:
     model.zero_grad()
     restore_window(model.named_parameters(), state, DataRanks(), loss_scale_ratio=0.5)
     assert torch.equal(_gradient(model), gradient / 2)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"schedule": 4}, [2.5, 5.5]),  # 1 2 3 4 | 5 6
+        ({"schedule": {0: 1, 8: 4}, "unit": "step"}, [1, 2, 4.5]),  # the eighth step is that of 2
+        ({"target_batch": 4}, [2.5, 5.5]),
+    ],
+)
+def test_a_checkpoint_of_the_last_batch_of_an_epoch_goes_on_with_a_new_window(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, arguments: dict[str, Any], expected: list[float], sized: bool
+) -> None:
+    path, model = tmp_path / "c.ckpt", Line()
+    data = loader(ONE_TO_SIX) if sized else DataLoader(Stream(ONE_TO_SIX), batch_size=None)
+    steps(data, AccumulationScheduler(**arguments), SaveAt(path, 0, 5))
+    trainer(AccumulationScheduler(**arguments), max_epochs=2).fit(model, data, ckpt_path=path, weights_only=True)
+    assert model.optimizer.seen == expected
+    assert not [w for w in recwarn if "accumulation window" in str(w.message)]
+
+
+def test_the_last_batch_of_an_epoch_of_lightnings_own_accumulation_is_between_windows(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path, model = tmp_path / "c.ckpt", Line()
+    steps(ONE_TO_SIX, SaveAt(path, 0, 5), accumulate_grad_batches=4)
+    trainer(AccumulationScheduler(4), max_epochs=2).fit(model, loader(ONE_TO_SIX), ckpt_path=path, weights_only=True)
+    assert model.optimizer.seen == [2.5, 5.5]
+    assert not [w for w in recwarn if "accumulation window" in str(w.message)]
+
+
+def test_a_micro_batch_in_progress_counts_once_towards_a_target(tmp_path: Path) -> None:
+    # saved while 2 is being computed: it is computed again, and a window is still one of three
+    path, model = tmp_path / "c.ckpt", Line()
+    whole = steps(ONE_TO_SIX, AccumulationScheduler(target_batch=3), SaveAt(path, 0, 1, "on_train_batch_start"))
+    run = trainer(AccumulationScheduler(target_batch=3))
+    run.fit(model, _rest(ONE_TO_SIX, 1), ckpt_path=path, weights_only=True)
+    assert model.optimizer.seen == whole == [2, 5]

@@ -53,6 +53,17 @@ def test_without_a_length_the_planned_steps_are_lightnings(options: dict[str, An
     assert len(steps(data, AccumulationScheduler({0: 2, 1: 4}), model=model, **options)) == model.planned == expected
 
 
+class _CountsTwice(AccumulationScheduler):
+    def count_samples(self, batch: Any) -> int:
+        return 2 * len(batch)
+
+
+def test_the_number_of_steps_is_not_guessed_from_another_count_of_samples() -> None:
+    data = DataLoader(torch.arange(1.0, 11.0, dtype=torch.float64), batch_size=1)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="which are not known before"):
+        steps(data, _CountsTwice(target_batch=4), model=_Plan())
+
+
 def test_the_number_of_steps_towards_a_target_is_not_guessed() -> None:
     class Plan(Line):
         def configure_optimizers(self) -> Any:

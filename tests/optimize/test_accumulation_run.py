@@ -85,3 +85,33 @@ def test_numbers_that_stay_on_a_device_give_the_same(plan: Any, shrink: bool, mo
 def test_the_lengths_of_windows() -> None:
     assert _walk(WindowPlan({0: 1, 2: 3}, unit="step"), [2] * 9)[1] == [1, 1, 3, 3, 1]
     assert _walk(WindowPlan(target=5), [2, 2, 2, 5, 1, 1])[1] == [3, 1, 2]
+
+
+class _TwoAlike(DataRanks):
+    """Two ranks with the same data, whose backwards average at once."""
+
+    def total(self, number: float | Tensor) -> float | Tensor:
+        return torch.as_tensor(2 * number, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("counted", [int, torch.tensor])
+def test_a_first_micro_batch_without_labels_is_no_reference_for_sharded_gradients(counted: Any) -> None:
+    ranks = _TwoAlike(size=2, averages_at_once=True)
+    run, model = AccumulationRun(WindowPlan(3), ranks), nn.Linear(1, 1, bias=False).double()
+    x, references = torch.arange(1.0, 8.0, dtype=torch.float64).reshape(7, 1), []
+    parts = list(x.split([0, 2, 1, 4]))
+    for batch, part in enumerate(parts):
+        if batch in (0, 3):
+            model.zero_grad()
+            run.begin(batch, 0)
+            run.open(0)
+        run.count(counted(len(part)), batch, 0)
+        window = run.window
+        assert window is not None
+        weight = run.weight(model.parameters, is_last=batch in (2, 3))
+        references.append(float(window.reference))
+        (model(part).sum() / max(len(part), 1) * weight).backward()
+        if batch == 2:
+            assert model.weight.grad.item() == pytest.approx(2)  # type: ignore[union-attr]  # of 1, 2, 3
+    assert model.weight.grad.item() == pytest.approx(5.5)  # type: ignore[union-attr]  # of 4, 5, 6, 7
+    assert references == [0, 2, 2, 2]  # asked for until it is known, and then kept for all windows

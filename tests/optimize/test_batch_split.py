@@ -156,3 +156,15 @@ def test_outputs_are_joined_to_those_of_the_whole_batch() -> None:
 def test_outputs_that_cannot_be_joined_say_so(outputs: list[Any]) -> None:
     with pytest.raises(ValueError, match="cannot be joined"):
         join_outputs(outputs, [1, 1])
+
+
+@pytest.mark.parametrize("weights", [[0.25, 0.0, 0.75], [torch.tensor(1), torch.tensor(0), torch.tensor(3)]])
+def test_means_are_by_weight_where_there_are_weights(weights: list[Any]) -> None:
+    values = [1.0, float("nan"), 5.0]
+    outputs = [{"loss": torch.tensor(value), "number": value, "rows": torch.full((2,), value)} for value in values]
+    joined = join_outputs(outputs, [2, 2, 2], weights)
+    assert (joined["loss"].item(), joined["number"]) == (4.0, 4.0)
+    assert len(joined["rows"]) == 6
+    assert join_outputs([torch.tensor(1), torch.tensor(4)], [2, 1]).item() == 2.0  # of whole numbers
+    third = torch.tensor(1 / 3, dtype=torch.float64)
+    assert join_outputs([third, 4 * third], [2, 1]).item() == pytest.approx(2 / 3, rel=1e-15)

@@ -54,3 +54,9 @@ def test_a_metric_is_logged_once_and_a_value_is_kept_as_it_was() -> None:
         value.add_(1)
     ((_, kept, _),) = logs.calls
     assert (kept.item(), kept.requires_grad) == (1.0, False)
+
+
+def test_means_are_by_weight_and_a_piece_of_no_weight_may_log_no_number() -> None:
+    pieces = _pieces([("loss", 1.0)], [("loss", torch.tensor(float("nan")))], [("loss", torch.tensor(4.0))])
+    for weights in ([0.75, 0.0, 0.25], [torch.tensor(3), torch.tensor(0), torch.tensor(1)]):
+        assert _values(joined_logs(pieces, [2, 2, 2], weights)) == {"loss": 1.75}

@@ -45,13 +45,16 @@ def test_what_cannot_be_repeated_is_refused(model: Any, callbacks: int, message:
         trainer(*[AutoMicroBatch(), Other()][:callbacks]).fit(model(), loader(batches(4)))
 
 
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
 @pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy, XLAStrategy])
-def test_strategies_that_wait_inside_are_refused(kind: type[Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_that_wait_inside_are_refused(
+    kind: type[Strategy], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(callback := AutoMicroBatch())
     # None of these starts on this machine, so the Trainer is told to have one.
     monkeypatch.setattr(Trainer, "strategy", property(lambda _: kind.__new__(kind)))
     with pytest.raises(MisconfigurationException, match=f"does not work with {kind.__name__}"):
-        callback.setup(run, Line(), "fit")
+        callback.setup(run, Line(), stage)
 
 
 def test_batch_norm_that_waits_for_other_ranks_is_refused() -> None:

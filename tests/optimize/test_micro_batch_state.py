@@ -126,3 +126,42 @@ def test_a_state_can_be_restored_more_than_once() -> None:
         keeper.restore(saved)
         assert metric.total == 0
         assert metric.seen == []
+
+
+def test_the_first_step_of_each_kind_may_change_a_large_buffer() -> None:
+    module = _Buffers()
+    keeper = StateKeeper(module, CPU)
+    for _ in range(2):
+        keeper.save("evaluation")
+    saved = keeper.save("training")
+    module.late += 1
+    keeper.restore(saved)
+    assert module.late.sum() == 0
+    assert {name for _, name, _, _ in keeper.save("training").buffers} >= {"late"}
+
+
+def test_the_buffers_of_a_scripted_module() -> None:
+    norm = torch.jit.script(nn.BatchNorm1d(2))
+    keeper = StateKeeper(nn.Sequential(norm), CPU)
+    saved = keeper.save()
+    norm(torch.randn(4, 2))
+    assert norm.num_batches_tracked == 1
+    keeper.restore(saved)
+    assert norm.num_batches_tracked == 0
+
+
+def test_buffers_that_come_and_go() -> None:
+    module = _Buffers()
+    module.register_buffer("cache", None)
+    keeper = StateKeeper(module, CPU)
+    before = keeper.save()
+    module.cache = torch.ones(2)
+    module.late = None  # type: ignore[assignment]
+    del module.exchanged
+    between = keeper.save()
+    keeper.restore(before)
+    assert module.cache is None
+    assert [tuple(module.late.shape), tuple(module.exchanged.shape)] == [(2**19,), (2**19,)]
+    assert "exchanged" in dict(module.named_buffers())
+    keeper.restore(between)
+    assert (module.late, module.cache.tolist()) == (None, [1, 1])  # type: ignore[union-attr]

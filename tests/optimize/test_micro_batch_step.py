@@ -155,3 +155,23 @@ def test_an_error_of_the_closure_and_a_step_that_evaluates_it_twice_are_not_repe
     with pytest.raises(torch.OutOfMemoryError, match="CUDA"):
         step_with_retry(optimizer, optimizer.step, closure, device=CPU)
     assert len(calls) == 2
+
+
+def test_a_step_that_is_put_back_is_parameter_by_parameter_only_for_its_time() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=True)
+    weight.grad, calls = torch.ones(2), []
+
+    def step() -> None:
+        calls.append(optimizer.param_groups[0]["foreach"])
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        optimizer.step()
+
+    def closure_step(closure: Callable[[], Any]) -> None:
+        closure()
+        step()
+
+    step_with_retry(optimizer, closure_step, lambda: None, device=CPU, copy_bytes=1e6, one_by_one=True)
+    assert calls == [False, False]
+    assert optimizer.param_groups[0]["foreach"] is True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_speedkit.optimize.micro_batch import AutoMicroBatch
-from tests.optimize.scarce_memory import Scarce, batches, fit
+from tests.optimize.scarce_memory import NoRoom, Scarce, Token, batches, fit, weights
 
 SIZES = (8, 8, 5, 8, 3, 7)
 
@@ -79,3 +79,38 @@ def test_it_warns_once_about_batchnorm_and_not_without_a_fault(recwarn: pytest.W
     recwarn.clear()
     fit(_Noisy(), batches(*SIZES), AutoMicroBatch())
     assert not [w for w in recwarn if "Memory ran out" in str(w.message)]
+
+
+class _Labelled(Scarce):
+    """Cross entropy, which is no number over ignored labels alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch["x"]) > self.forward_most:
+            raise MemoryError
+        loss = nn.functional.cross_entropy(self.first(batch["x"]), batch["labels"])
+        self.log("seen", loss)
+        return loss * NoRoom.apply(batch["x"].requires_grad_(), self.backward_most, Token()).isfinite().all()
+
+
+@pytest.mark.parametrize("fault", ["forward_most", "backward_most"])
+def test_a_piece_without_labels_weighs_nothing(fault: str) -> None:
+    labels = torch.tensor([1, 2, -100, -100, 3, -100, 0, 1])
+    runs = []
+    for most in (float("inf"), 2):
+        model = _Labelled()
+        setattr(model, fault, most)
+        losses: list[Tensor] = []
+        model.on_train_batch_end = lambda outputs, *_, kept=losses: kept.append(outputs["loss"])  # type: ignore[method-assign]
+        data = [{"x": batch, "labels": labels} for batch in batches(8, 8)]
+        fit(model, data, AutoMicroBatch(count="labels"))  # type: ignore[arg-type]
+        runs.append((weights(model), losses, model.metrics["seen"]))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=0)
+
+
+def test_a_try_whose_backward_pass_fails_waits_twice_as_long() -> None:
+    model, callback = Scarce(), AutoMicroBatch(grow_after=1)
+    model.backward_most = 4
+    fit(model, batches(8, 8, 6, 8, 8, 8), callback)
+    # pieces of 4; tries of 8 and, two batches later, of 8 again
+    assert model.calls == [8, 4, 4, 8, 4, 4, 3, 3, 8, 4, 4, 4, 4, 4, 4]
+    assert callback.micro_batch_size == 4
