@@ -67,7 +67,7 @@ def test_a_module_is_as_before() -> None:
     assert {**model.kinds, "array": None} == {**twin.kinds, "array": None}
     assert model.kinds["array"].tolist() == [0.0, 0.0]  # type: ignore[attr-defined]
     assert not hasattr(model, "new")
-    assert (model.metric.mean_value.item(), model.metric.update_count) == (0.0, 0)
+    assert (model.metric.weight.item(), model.metric.update_count) == (0.0, 0)
     assert model.draws() == twin.draws()
 
 
