@@ -22,11 +22,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_speedkit.measure.lightning_internals import batch_on_device, change_train_dataloaders, trial_batches
+from lightning_speedkit.measure.lightning_loaders import batch_on_device, change_train_dataloaders, trial_batches
 from lightning_speedkit.optimize.lr_range_curve import LRRange
 from lightning_speedkit.optimize.lr_range_kept import GENERATORS, Keeper, keeping
 from lightning_speedkit.optimize.lr_range_rates import scale_schedule
 from lightning_speedkit.optimize.lr_range_sweep import again_and_again, check_range, sweep
+from lightning_speedkit.optimize.optimizer_options import checked_flag
 
 __all__ = ["LRRangeTest"]
 
@@ -51,7 +52,8 @@ class LRRangeTest(Callback):
         result: The :class:`LRRange` of the last ``fit``, or ``None``.
 
     Raises:
-        ValueError: an argument is outside its range; or, at ``fit``, there are no batches, or each can be had once.
+        ValueError: An argument is outside its range; or, at ``fit``, there are no batches, or each can be had once.
+        TypeError: A rate is no number, or ``apply`` no truth value.
         MisconfigurationException: At ``fit``: manual optimization, a ``training_step`` that takes ``dataloader_iter``,
             no optimizer, or a strategy other than one device and DDP.
 
@@ -78,10 +80,10 @@ class LRRangeTest(Callback):
     ) -> None:
         super().__init__()
         check_range(lowest, highest, steps, divergence)
-        if plot is not None and not plot.lower().endswith((".svg", ".png")):
-            raise ValueError(f"plot={plot!r} has to end in .svg or .png.")
+        if plot is not None and not str(plot).lower().endswith((".svg", ".png")):
+            raise ValueError(f"plot={plot!r} must be the path of a file that ends in .svg or .png.")
         self.lowest, self.highest, self.steps, self.divergence = lowest, highest, steps, divergence
-        self.apply, self.plot = apply, plot
+        self.apply, self.plot = checked_flag("apply", apply), plot
         self.result: LRRange | None = None
 
     @override

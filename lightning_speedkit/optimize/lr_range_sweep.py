@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_speedkit.optimize.lr_range_curve import LRRange
 from lightning_speedkit.optimize.lr_range_kept import keeping
 from lightning_speedkit.optimize.lr_range_rates import LearningRates
+from lightning_speedkit.optimize.optimizer_options import checked_number
 
 __all__ = ["again_and_again", "check_range", "lr_range_test", "sweep"]
 
@@ -88,12 +89,13 @@ def lr_range_test(
 
 
 def check_range(lowest: float, highest: float, steps: int, divergence: float) -> None:
-    if not 0 < lowest < highest < math.inf:
-        raise ValueError(f"lowest={lowest!r} and highest={highest!r} have to be positive rates, the first one smaller.")
+    checked_number("lowest", lowest, 0, above=True)
+    checked_number("highest", highest, 0, above=True)
+    checked_number("divergence", divergence, 1, above=True)
+    if not lowest < highest:
+        raise ValueError(f"lowest={lowest!r} and highest={highest!r} have to be two rates, the first one smaller.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 5:
         raise ValueError(f"steps={steps!r} is not allowed; it is a whole number, at least 5, and often 100.")
-    if not divergence > 1:
-        raise ValueError(f"divergence={divergence!r} is not allowed; it is above 1, and often 4.")
 
 
 def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:

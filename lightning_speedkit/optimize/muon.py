@@ -95,15 +95,18 @@ class MuonWithAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        self._of_muon = {
+        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
+            raise ValueError(f"ns_steps={ns_steps!r} must be a whole number of iterations from 1 to 99, and often 5.")
+        self._of_muon: dict[str, Any] = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._of_adamw = {"betas": betas, "eps": eps, "fused": fused}
+        self._of_adamw: dict[str, Any] = {"betas": betas, "eps": eps, "fused": fused}
         self._parts: list[Optimizer] = []
         super().__init__([dict(group) for group in params], {"lr": lr, "weight_decay": weight_decay})
+        self._link()  # now, so that a value that is refused is refused here
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,9 +140,9 @@ class MuonWithAdamW(Optimizer):
         others = [group for group in self.param_groups if not group["muon"]]
         self._parts = []
         if matrices:
-            self._parts.append(Muon(matrices))
+            self._parts.append(Muon(matrices, **self._of_muon))  # which checks these; the groups have their own
         if others:
-            self._parts.append(AdamW(others))
+            self._parts.append(AdamW(others, **self._of_adamw))
         for part in self._parts:
             part.state = self.state
         return self._parts

@@ -9,7 +9,6 @@ a fused step differs from the default one in the last bits.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +20,17 @@ from torch.optim import Optimizer
 from lightning_speedkit.errors import MissingExtraError
 from lightning_speedkit.optimize.muon import MuonWithAdamW, hidden_matrices
 from lightning_speedkit.optimize.optimizer_groups import ParameterSetting, parameter_groups, parameter_settings
-from lightning_speedkit.optimize.optimizer_options import checked_options, unknown_name
+from lightning_speedkit.optimize.optimizer_options import checked_name, checked_options, defaults_of
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
 
-__all__ = ["OPTIMIZERS", "NamedOptimizer", "build_from_settings", "build_optimizer", "named_optimizer"]
+__all__ = [
+    "OPTIMIZERS",
+    "NamedOptimizer",
+    "build_from_settings",
+    "build_optimizer",
+    "check_optimizer_options",
+    "named_optimizer",
+]
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -90,14 +96,13 @@ def named_optimizer(name: str) -> NamedOptimizer:
     """What a name stands for.
 
     Raises:
+        TypeError: It is no text.
         ValueError: There is no such name; the message has the nearest.
 
     >>> named_optimizer("muon").summary
     'Muon for the hidden matrices, AdamW for the rest.'
     """
-    if name not in OPTIMIZERS:
-        raise unknown_name("optimizer", name, OPTIMIZERS)
-    return OPTIMIZERS[name]
+    return OPTIMIZERS[checked_name("optimizer", name, OPTIMIZERS)]
 
 
 def build_optimizer(
@@ -128,7 +133,7 @@ def build_optimizer(
 
     Raises:
         ValueError: A name, an option or a number is not allowed, or there is nothing to train.
-        TypeError: A number is none.
+        TypeError: An argument or an option is of the wrong kind.
         MissingExtraError: torchao is not installed.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 1))
@@ -154,13 +159,41 @@ def build_from_settings(
     if not settings:
         raise ValueError(f"There is nothing to train in {type(module).__name__}: no parameter is left for {name!r}.")
     cls = named.cls or _eight_bit()
-    known = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay")]
-    chosen = {**named.defaults, **checked_options(name, options, known)}
+    given = _checked(name, cls, options)
+    chosen = {**named.defaults, **given}
     if named.fuses and not {"fused", "foreach", "differentiable", "capturable"} & chosen.keys():
         chosen["fused"] = _can_fuse(s.parameter for s in settings)
     groups = _muon_groups(module, settings) if cls is MuonWithAdamW else parameter_groups(settings)
     lr = max(s.lr for s in settings)  # unused: each group has its own
-    return cls(groups, lr=lr, **chosen)  # type: ignore[call-arg]
+    try:
+        return cls(groups, lr=lr, **chosen)  # type: ignore[call-arg]
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not given:
+            raise
+        raise ValueError(f"The optimizer {name!r} refuses the options {given}: {error}") from error
+
+
+def check_optimizer_options(name: str, options: Mapping[str, Any] | None) -> None:
+    """Raise as :func:`build_optimizer` would for these options, as far as can be told without parameters.
+
+    >>> check_optimizer_options("adam", {"betas": [0.9, 0.95]})
+    """
+    cls = named_optimizer(name).cls
+    if cls is not None:  # else its library is looked for only when it is used
+        _checked(name, cls, options)
+
+
+def _checked(name: str, cls: type[Optimizer], options: Mapping[str, Any] | None) -> dict[str, Any]:
+    defaults = defaults_of(cls)
+    for argument in ("params", "lr", "weight_decay"):
+        defaults.pop(argument)
+        if isinstance(options, Mapping) and argument in options:
+            raise ValueError(f"{argument} is no option of {name!r} but an argument of its own: give it beside options.")
+    chosen = checked_options(name, options, defaults)
+    for position, beta in enumerate(chosen.get("betas", ())):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{position}]={beta!r} must be 0 or more, and below 1.")
+    return chosen
 
 
 def _muon_groups(module: nn.Module, settings: Sequence[ParameterSetting]) -> list[dict[str, Any]]:

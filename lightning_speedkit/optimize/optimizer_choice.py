@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import read_optimizers
-from lightning_speedkit.optimize.optimizer import named_optimizer
-from lightning_speedkit.optimize.optimizer_options import unknown_name
-from lightning_speedkit.optimize.optimizer_replacement import replaced_optimizer, without_schedules
+from lightning_speedkit.optimize.optimizer import build_from_settings, check_optimizer_options
+from lightning_speedkit.optimize.optimizer_groups import check_settings, parameter_settings
+from lightning_speedkit.optimize.optimizer_options import checked_flag
+from lightning_speedkit.optimize.optimizer_replacement import inherited_settings, without_schedules
 from lightning_speedkit.optimize.optimizers_for import fitting_options, schedule_for
-from lightning_speedkit.optimize.schedule import schedule_names
+from lightning_speedkit.optimize.schedule import check_schedule
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
 
 __all__ = ["OptimizerChoice", "ScheduleChoice"]
@@ -58,7 +59,8 @@ def _override(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], N
             lost = type(schedulers[0]).__name__
             raise MisconfigurationException(
                 f"Two schedules at once: {type(module).__name__} has one of its own, {lost}, which belongs to its own "
-                "optimizer. To put another in its place, add ScheduleChoice(..., replace=True); or remove one of them."
+                "optimizer. To put another in its place, add ScheduleChoice(..., replace=True), 'constant' for none; "
+                "or remove one of them."
             )
         optimizer = without_schedules(optimizers[0], schedulers) if schedulers else optimizers[0]
         if choice is not None:
@@ -77,7 +79,32 @@ def _override(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], N
     return undo
 
 
-class OptimizerChoice(ScheduleFreeSwitch):
+class _Configures(Callback):
+    """Puts an answer in the place of ``configure_optimizers`` for one ``fit``, also after an exception.
+
+    Where there are both callbacks, the one for the optimizer does it for both.
+    """
+
+    _undo: Callable[[], None] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and self is (_only(trainer, OptimizerChoice) or _only(trainer, ScheduleChoice)):
+            self._undo = _override(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self.teardown(trainer, pl_module, "fit")
+
+
+class OptimizerChoice(_Configures, ScheduleFreeSwitch):
     """Trains with the optimizer of that name, whatever ``configure_optimizers`` of the module returns.
 
     The parameters are those of the module's own optimizer. With ``"schedule-free"`` the callback also switches the
@@ -94,7 +121,8 @@ class OptimizerChoice(ScheduleFreeSwitch):
         options: Further arguments of the optimizer, for example ``{"betas": [0.9, 0.95]}``.
 
     Raises:
-        ValueError: The name is unknown; or, at ``fit``, an option or a number is not allowed.
+        ValueError: A name, an option or a number is not allowed.
+        TypeError: An argument or an option is of the wrong kind.
         MisconfigurationException: At ``fit``: two of these callbacks, a schedule that the module has of its own,
             several optimizers, or a missing ``lr``.
 
@@ -123,7 +151,10 @@ class OptimizerChoice(ScheduleFreeSwitch):
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        named_optimizer(optimizer)
+        check_optimizer_options(optimizer, options)
+        check_settings(
+            0.0 if lr is None else lr, 0.0 if weight_decay is None else weight_decay, layer_decay, layers, decay_all
+        )
         self.optimizer = optimizer
         self.lr = lr
         self.weight_decay = weight_decay
@@ -131,40 +162,24 @@ class OptimizerChoice(ScheduleFreeSwitch):
         self.layers = None if layers is None else list(layers)
         self.decay_all = decay_all
         self.options = None if options is None else dict(options)
-        self._undo: Callable[[], None] | None = None
 
     def optimizer_for(self, module: pl.LightningModule, own: Optimizer) -> Optimizer:
         """The chosen optimizer, for a module in a fit whose own optimizer is ``own``."""
-        return replaced_optimizer(
+        settings = parameter_settings(
             module,
-            own,
-            self.optimizer,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
+            1.0 if self.lr is None else self.lr,
+            1.0 if self.weight_decay is None else self.weight_decay,
             layer_decay=self.layer_decay,
             layers=self.layers,
             decay_all=self.decay_all,
-            options=fitting_options(module.trainer, self.optimizer, self.options),
         )
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._undo = _override(trainer, pl_module)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
-        self.teardown(trainer, pl_module, "fit")
+        options = fitting_options(module.trainer, self.optimizer, self.options)
+        kept = {"lr": self.lr is None, "weight_decay": self.weight_decay is None}
+        settings = inherited_settings(settings, module, own, self.optimizer, **kept, options=options)
+        return build_from_settings(self.optimizer, module, settings, options)
 
 
-class ScheduleChoice(Callback):
+class ScheduleChoice(_Configures):
     """Trains with the learning-rate schedule of that name; its peak is the rate of the optimizer.
 
     The optimizer is that of the module, or of an :class:`OptimizerChoice`. The schedule counts optimizer steps, and its
@@ -182,7 +197,8 @@ class ScheduleChoice(Callback):
         options: Of the schedule, for example ``{"decay": 0.1}`` or ``{"patience": 3}``.
 
     Raises:
-        ValueError: The name is unknown; or, at ``fit``, an option or a number is not allowed.
+        ValueError: A name, an option or a number is not allowed.
+        TypeError: An argument or an option is of the wrong kind.
         MisconfigurationException: At ``fit``: two schedules, manual optimization, or no known end of the run.
 
     Example:
@@ -211,36 +227,23 @@ class ScheduleChoice(Callback):
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if schedule not in schedule_names():
-            raise unknown_name("schedule", schedule, schedule_names())
+        check_schedule(schedule, total_steps, warmup=warmup, final=final, frequency=frequency, options=options)
         self.schedule = schedule
         self.warmup = warmup
         self.final = final
         self.monitor = monitor
-        self.replace = replace
+        self.replace = checked_flag("replace", replace)
         self.frequency = frequency
         self.total_steps = total_steps
         self.options = None if options is None else dict(options)
-        self._undo: Callable[[], None] | None = None
 
     def schedule_for(self, module: pl.LightningModule, optimizer: Optimizer) -> dict[str, Any]:
         """The ``"lr_scheduler"`` of ``configure_optimizers``, for a module in a fit."""
-        settings = {"warmup": self.warmup, "final": self.final, "frequency": self.frequency, "options": self.options}
-        if self.total_steps is not None:
-            settings["total_steps"] = self.total_steps
+        settings = {
+            "warmup": self.warmup,
+            "final": self.final,
+            "frequency": self.frequency,
+            "total_steps": self.total_steps,
+            "options": self.options,
+        }
         return schedule_for(module, optimizer, self.schedule, self.monitor, settings)
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and _only(trainer, OptimizerChoice) is None:  # which looks for the schedule itself
-            self._undo = _override(trainer, pl_module)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_speedkit.optimize.optimizer_options import checked_number, unknown_name
+from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number, unknown_name
 
-__all__ = ["ParameterSetting", "layer_numbers", "parameter_groups", "parameter_settings"]
+__all__ = ["ParameterSetting", "check_settings", "layer_numbers", "parameter_groups", "parameter_settings"]
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -62,6 +62,7 @@ def parameter_settings(
     Raises:
         ValueError: A number is out of range; nothing is trainable; a parameter is not initialised yet, or has lost
             its shape in FSDP; ``layers`` is given without ``layer_decay``; or a layer cannot be found.
+        TypeError: An argument is of the wrong kind.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 1, bias=False))
     >>> for s in parameter_settings(net, lr=0.1, weight_decay=0.05, layer_decay=0.5):
@@ -72,11 +73,8 @@ def parameter_settings(
     1.bias 0.05 0.0
     2.weight 0.1 0.05
     """
-    lr = checked_number("lr", lr, 0)
-    weight_decay = checked_number("weight_decay", weight_decay, 0)
-    layer_decay = checked_number("layer_decay", layer_decay, 0, 1, above=True)
-    if layers is not None and layer_decay == 1:
-        raise ValueError("layers has no effect without a layer_decay below 1; set one, or leave layers out.")
+    check_settings(lr, weight_decay, layer_decay, layers, decay_all)
+    lr, weight_decay, layer_decay = float(lr), float(weight_decay), float(layer_decay)
     _check(module)
     numbers = layer_numbers(module, layers) if layer_decay < 1 else {}
     top = max(numbers.values(), default=0)
@@ -94,7 +92,26 @@ def parameter_settings(
     return settings
 
 
+def check_settings(
+    lr: float, weight_decay: float, layer_decay: float, layers: Sequence[str] | None, decay_all: bool
+) -> None:
+    """Raise as :func:`parameter_settings` does for its arguments, before there is a module."""
+    checked_number("lr", lr, 0)
+    checked_number("weight_decay", weight_decay, 0)
+    checked_number("layer_decay", layer_decay, 0, 1, above=True)
+    checked_flag("decay_all", decay_all)
+    if layers is None:
+        return
+    if isinstance(layers, str) or not isinstance(layers, Sequence):
+        raise TypeError(f"layers={layers!r} must be a list of the beginnings of parameter names, from input to output.")
+    if not layers or layer_decay == 1:
+        what = "is empty" if not layers else "has no effect without a layer_decay below 1"
+        raise ValueError(f"layers={list(layers)} {what}. Set both, or leave layers out.")
+
+
 def _check(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"The module itself is asked for, not its parameters; got {type(module).__name__}.")
     parameters = list(module.named_parameters())
     for name, parameter in parameters:
         if isinstance(parameter, UninitializedParameter):

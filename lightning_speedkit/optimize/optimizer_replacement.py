@@ -7,7 +7,7 @@ to put an optimizer in the place of one that somebody else wrote. It costs nothi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_speedkit.optimize.lr_range_rates import peak_rate, peak_rates, write_value
-from lightning_speedkit.optimize.optimizer import NamedOptimizer, build_from_settings, named_optimizer
-from lightning_speedkit.optimize.optimizer_groups import ParameterSetting, parameter_settings
+from lightning_speedkit.optimize.optimizer import NamedOptimizer, named_optimizer
+from lightning_speedkit.optimize.optimizer_groups import ParameterSetting
 
-__all__ = ["replaced_optimizer", "without_schedules"]
+__all__ = ["inherited_settings", "without_schedules"]
 
 # the optimizers whose learning rates are of one kind
 _SCALES: Mapping[str, tuple[type[Optimizer], ...]] = {
@@ -58,38 +58,40 @@ def without_schedules(optimizer: Optimizer, schedulers: Iterable[Any]) -> Optimi
     return optimizer
 
 
-def replaced_optimizer(
+def inherited_settings(
+    settings: Iterable[ParameterSetting],
     module: nn.Module,
     own: Optimizer,
     name: str,
     *,
-    lr: float | None = None,
-    weight_decay: float | None = None,
-    layer_decay: float = 1.0,
-    layers: Sequence[str] | None = None,
-    decay_all: bool = False,
+    lr: bool = True,
+    weight_decay: bool = True,
     options: Mapping[str, Any] | None = None,
-) -> Optimizer:
-    """The optimizer of that name over the parameters that another optimizer of the module trains.
+) -> list[ParameterSetting]:
+    """The settings of the parameters that ``own`` trains, with the rates and decays that they have there.
 
     Args:
+        settings: Of all parameters of the module. Where a rate or a decay is inherited, the one here is the factor
+            that it is multiplied with.
         module: The module.
         own: The optimizer that is replaced.
-        name: As in :func:`~lightning_speedkit.optimize.optimizer.build_optimizer`, as is all that follows.
-        lr: ``None`` keeps, for each parameter, the highest rate that ``own`` and its schedule have for it.
-        weight_decay: ``None`` keeps that of ``own``, if its rates are of the same kind. A decay that is added to the
-            gradient is another than one that shrinks the weights: between the two kinds only a 0 is kept; for others
-            the new optimizer's default is taken, and a warning says so.
+        name: The one in its place, as in :func:`~lightning_speedkit.optimize.optimizer.build_optimizer`.
+        lr: Inherit, for each parameter, the highest rate that ``own`` and its schedule have for it.
+        weight_decay: Inherit that of ``own``, if its rates are of the same kind. A decay that is added to the gradient
+            is another than one that shrinks the weights: between the two kinds only a 0 is inherited; for others the
+            new optimizer's default is taken, and a warning says so.
+        options: Of the new optimizer, which may change the kind of its decay.
 
     Raises:
-        MisconfigurationException: ``lr`` is missing, and a rate for ``own`` is none for the new optimizer; or ``own``
-            trains something that is no parameter of the module.
+        MisconfigurationException: A rate is to be inherited, and one for ``own`` is none for the new optimizer; or
+            ``own`` trains something that is no parameter of the module.
 
     >>> import torch
     >>> net = nn.Linear(2, 1)
-    >>> optimizer = replaced_optimizer(net, torch.optim.Adam([net.weight], lr=0.02), "adamw")
-    >>> optimizer.param_groups[0]["lr"], len(optimizer.param_groups[0]["params"])
-    (0.02, 1)
+    >>> own = torch.optim.Adam([net.weight], lr=0.02, weight_decay=0.0)
+    >>> settings = [ParameterSetting(name, p, 0.5, 1.0) for name, p in net.named_parameters()]
+    >>> [(s.name, s.lr, s.weight_decay) for s in inherited_settings(settings, net, own, "adamw")]
+    [('weight', 0.01, 0.0)]
     """
     named = named_optimizer(name)
     groups = {p: group for group in own.param_groups for p in group["params"]}
@@ -100,7 +102,7 @@ def replaced_optimizer(
             "cannot be given to another optimizer."
         )
     alike = isinstance(own, _SCALES[named.scale])
-    if lr is None and not alike:
+    if lr and not alike:
         raise MisconfigurationException(
             f"The learning rate of {type(own).__name__} is none for {name!r}. Pass lr: "
             f"OptimizerChoice({name!r}, lr=...)."
@@ -109,27 +111,19 @@ def replaced_optimizer(
     decoupled = bool((options or {}).get("decoupled_weight_decay", named.decoupled))
     decays = {p: _kept_decay(own, group, decoupled) if alike else None for p, group in groups.items()}
     lost = {float(groups[p]["weight_decay"]) for p, d in decays.items() if d is None and groups[p].get("weight_decay")}
-    if weight_decay is None and alike and lost:
+    if weight_decay and alike and lost:
         _warn_of_decay(own, name, named, decoupled, lost)
 
-    def setting(found: ParameterSetting) -> ParameterSetting:
+    def inherited(found: ParameterSetting) -> ParameterSetting:
         decay = decays[found.parameter]
-        kept = named.weight_decay if decay is None else decay
         return dataclasses.replace(
             found,
-            lr=found.lr * (peak_rate(groups[found.parameter]) if lr is None else 1.0),
-            weight_decay=found.weight_decay * (kept if weight_decay is None else 1.0),
+            lr=found.lr * (peak_rate(groups[found.parameter]) if lr else 1.0),
+            weight_decay=found.weight_decay
+            * ((named.weight_decay if decay is None else decay) if weight_decay else 1.0),
         )
 
-    settings = parameter_settings(
-        module,
-        1.0 if lr is None else lr,
-        1.0 if weight_decay is None else weight_decay,
-        layer_decay=layer_decay,
-        layers=layers,
-        decay_all=decay_all,
-    )
-    return build_from_settings(name, module, [setting(s) for s in settings if s.parameter in groups], options)
+    return [inherited(found) for found in settings if found.parameter in groups]
 
 
 def _kept_decay(own: Optimizer, group: Mapping[str, Any], decoupled: bool) -> float | None:

@@ -9,20 +9,25 @@ is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.optim import Optimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_speedkit.optimize.optimizer import build_optimizer, named_optimizer
+from lightning_speedkit.optimize.optimizer_options import unknown_name
 from lightning_speedkit.optimize.schedule import PLATEAU, build_schedule, is_endless
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
 
 __all__ = ["fitting_options", "optimizers_for", "schedule_for", "total_steps_of"]
+
+_OF_OPTIMIZER = ("layer_decay", "layers", "decay_all", "options")
+_OF_SCHEDULE = ("warmup", "final", "frequency", "total_steps", "options")
 
 
 def optimizers_for(
@@ -51,9 +56,11 @@ def optimizers_for(
         schedule_settings: Further arguments of ``build_schedule``, for example ``{"warmup": 500}``.
 
     Raises:
-        ValueError: A name, an option or a number is not allowed.
+        ValueError: A name, a setting, an option or a number is not allowed.
+        TypeError: An argument is of the wrong kind.
         MisconfigurationException: The number of steps cannot be known, a schedule is asked for with manual
-            optimization or with ``"schedule-free"``, or that has no callback that switches it.
+            optimization, with ``"schedule-free"`` or for LBFGS under float16, or ``"schedule-free"`` has no callback
+            that switches it.
 
     >>> from lightning.pytorch.demos.boring_classes import BoringModel
     >>> class Model(BoringModel):
@@ -64,7 +71,7 @@ def optimizers_for(
     >>> trainer.lr_scheduler_configs[0].scheduler.get_last_lr()  # weight and bias
     [0.0, 0.0]
     """
-    settings = dict(optimizer_settings or {})
+    settings = _checked_settings("optimizer", optimizer_settings, _OF_OPTIMIZER)
     trainer = _trainer_of(module)
     if trainer is not None:
         settings["options"] = fitting_options(trainer, optimizer, settings.get("options"))
@@ -88,8 +95,10 @@ def schedule_for(
 ) -> dict[str, Any]:
     """The ``"lr_scheduler"`` of what ``configure_optimizers`` returns, for an optimizer of your own.
 
+    If the fit ends before the rise does, a warning says so.
+
     Raises:
-        ValueError, MisconfigurationException: As :func:`optimizers_for`.
+        ValueError, TypeError, MisconfigurationException: As :func:`optimizers_for`.
 
     >>> from lightning.pytorch.demos.boring_classes import BoringModel
     >>> optimizer = build_optimizer("adamw", module := BoringModel(), lr=0.1)
@@ -97,11 +106,14 @@ def schedule_for(
     >>> found["interval"], found["frequency"]
     ('step', 1)
     """
-    settings = dict(settings or {})
+    settings = _checked_settings("schedule", settings, _OF_SCHEDULE)
     if isinstance(optimizer, ScheduleFreeAdamW) and schedule != "constant":
         raise MisconfigurationException(
             f"Two schedules at once: {schedule!r}, and 'schedule-free', which stands for one. Use only one of them."
         )
+    trainer = _trainer_of(module)
+    if isinstance(optimizer, LBFGS) and trainer is not None:
+        _refuse_scaler(trainer)
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{type(module).__name__} sets automatic_optimization = False, and Lightning then steps no schedule. Build "
@@ -109,10 +121,18 @@ def schedule_for(
         )
     if schedule == PLATEAU:
         found = build_schedule(schedule, optimizer, **settings)
-        return {"scheduler": found, "interval": "epoch", "monitor": monitor, **_after_validation(_trainer_of(module))}
-    if "total_steps" not in settings and not is_endless(schedule, settings.get("warmup")):
-        settings["total_steps"] = total_steps_of(module)
+        return {"scheduler": found, "interval": "epoch", "monitor": monitor, **_after_validation(trainer)}
+    if settings.get("total_steps") is None and not is_endless(schedule, settings.get("warmup")):
+        settings["total_steps"] = _length(module, settings.get("warmup"))
     return {"scheduler": build_schedule(schedule, optimizer, **settings), "interval": "step", "frequency": 1}
+
+
+def _refuse_scaler(trainer: pl.Trainer) -> None:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise MisconfigurationException(
+            f"LBFGS does not work with precision {trainer.precision!r}: it evaluates the loss several times per step, "
+            "and the gradient scaler expects one. Use 'bf16-mixed' or '32-true', or another optimizer."
+        )
 
 
 def _after_validation(trainer: pl.Trainer | None) -> dict[str, Any]:
@@ -128,20 +148,60 @@ def _after_validation(trainer: pl.Trainer | None) -> dict[str, Any]:
 
 
 def total_steps_of(module: pl.LightningModule) -> int:
-    """How many optimizer steps the fit takes that the module is in.
+    """How many optimizer steps the fit takes that the module is in; 1 for a fit that is to take none, ``max_steps=0``.
 
     Raises:
-        MisconfigurationException: There is no fit, or no end of it.
+        MisconfigurationException: There is no fit, no end of it, or no batch in it.
     """
     trainer = _trainer_of(module)
-    steps = math.inf if trainer is None else trainer.estimated_stepping_batches
-    if steps == math.inf or steps < 1:  # -1 is what Lightning says of a stream without a length
-        why = f"{type(module).__name__} is in no Trainer" if trainer is None else "the Trainer knows no end of the run"
+    if trainer is not None and trainer.max_steps == 0:
+        return 1
+    steps = -1 if trainer is None else trainer.estimated_stepping_batches
+    if 1 <= steps < math.inf:
+        return int(steps)
+    if trainer is not None and (steps == 0 or not trainer.limit_train_batches):
         raise MisconfigurationException(
-            f"The schedule needs the number of optimizer steps, and {why}. Set Trainer(max_steps=...), give "
-            "total_steps in the settings of the schedule, or take 'inverse-sqrt' with a warmup in steps."
+            "The schedule needs the number of optimizer steps, and this fit takes 0: there are no training batches. "
+            "Look at the training loader, and at limit_train_batches."
         )
-    return int(steps)
+    if trainer is None:
+        why = f"{type(module).__name__} is in no Trainer"
+    elif steps == math.inf:
+        why = f"the Trainer knows no end of the run (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps})"
+    else:  # what Lightning says of a stream
+        why = f"the training loader has no length, so max_epochs={trainer.max_epochs} does not say how many there are"
+    raise MisconfigurationException(
+        f"The schedule needs the number of optimizer steps, and {why}. Set Trainer(max_steps=...), give total_steps in "
+        "the settings of the schedule, or take 'inverse-sqrt' or 'constant' with a warmup in steps."
+    )
+
+
+def _length(module: pl.LightningModule, warmup: Any) -> int:
+    """The number of steps of the fit, or of the rise if that takes longer; then the fit is a part of the rise."""
+    steps = total_steps_of(module)
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup <= steps:
+        return steps
+    trainer = _trainer_of(module)
+    if trainer is not None and not trainer.fast_dev_run and trainer.max_steps != 0:  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"The learning rate rises over warmup={warmup} optimizer steps, and this fit takes {steps}: it never "
+            "reaches its peak. Give fewer steps, or a share of the run such as warmup=0.05."
+        )
+    return warmup
+
+
+def _checked_settings(what: str, settings: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"The settings of the {what} are a mapping, of {', '.join(known)}; got {settings!r}.")
+    for key in settings:
+        if key not in known:
+            raise ValueError(
+                f"{unknown_name(f'setting of the {what}', key, known)} What the {what} itself takes goes into options: "
+                f"{{'options': {{{key!r}: ...}}}}."
+            )
+    return dict(settings)
 
 
 def fitting_options(trainer: pl.Trainer, name: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -160,6 +220,11 @@ def fitting_options(trainer: pl.Trainer, name: str, options: Mapping[str, Any] |
 
 
 def _trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    if not isinstance(module, pl.LightningModule):
+        raise TypeError(
+            f"A LightningModule is asked for, which knows its Trainer; got {type(module).__name__}. For another module "
+            "use build_optimizer and build_schedule."
+        )
     try:
         found = module.trainer
     except RuntimeError:  # not attached

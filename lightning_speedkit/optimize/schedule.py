@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_speedkit.optimize import schedule_shapes as shapes
-from lightning_speedkit.optimize.optimizer_options import checked_number, checked_options, unknown_name
+from lightning_speedkit.optimize.optimizer_options import checked_name, checked_number, checked_options, defaults_of
 
-__all__ = ["PLATEAU", "SCHEDULES", "build_schedule", "is_endless", "scale_at", "schedule_names"]
+__all__ = ["PLATEAU", "SCHEDULES", "build_schedule", "check_schedule", "is_endless", "scale_at", "schedule_names"]
 
 PLATEAU = "reduce-on-plateau"
 _OF_PLATEAU = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
@@ -65,7 +65,7 @@ def is_endless(name: str, warmup: int | float | None = None) -> bool:
     """
     if name == PLATEAU:
         return True
-    shape = _shape(name)
+    shape = SCHEDULES[checked_name("schedule", name, schedule_names())]
     return shape.endless and (isinstance(warmup, int) or (shape.warmup if warmup is None else warmup) == 0)
 
 
@@ -95,8 +95,8 @@ def scale_at(
             ``"one-cycle"``.
 
     Raises:
-        ValueError: A name, an option or a number is not allowed, or ``total_steps`` is missing.
-        TypeError: A number is none.
+        ValueError: A name, an option or a number is not allowed, ``total_steps`` is missing, or the rise takes longer.
+        TypeError: An argument or an option is of the wrong kind.
 
     >>> [round(scale_at("linear", k, 5, warmup=2), 2) for k in range(6)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -120,8 +120,7 @@ def build_schedule(
     and its ``step(metric)`` is called once per validation. The other arguments are those of :func:`scale_at`.
 
     Raises:
-        ValueError: A name, an option or a number is not allowed, or ``total_steps`` is missing.
-        TypeError: A number is none.
+        ValueError, TypeError: As :func:`scale_at`.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -129,20 +128,52 @@ def build_schedule(
     >>> schedule.get_last_lr()
     [0.01]
     """
-    if name != PLATEAU:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"The optimizer whose rate is to follow {name!r} is asked for; got {type(optimizer).__name__}.")
+    if checked_name("schedule", name, schedule_names()) != PLATEAU:
         return LambdaLR(optimizer, _scale(name, total_steps, warmup, final, frequency, options))
-    if (total_steps, warmup, final, frequency) != (None, None, None, 1):
+    given = _plateau_options(total_steps, warmup, final, frequency, options)
+    try:
+        return ReduceLROnPlateau(optimizer, **given)
+    except ValueError as error:
+        raise ValueError(f"The schedule {name!r} refuses the options {given}: {error}") from error
+
+
+def check_schedule(
+    name: str,
+    total_steps: int | None = None,
+    *,
+    warmup: int | float | None = None,
+    final: float | None = None,
+    frequency: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise as :func:`build_schedule` does, before there is an optimizer, and a number of steps if it is not given.
+
+    >>> check_schedule("linear", warmup=500)
+    """
+    if checked_name("schedule", name, schedule_names()) == PLATEAU:
+        _plateau_options(total_steps, warmup, final, frequency, options)
+    else:
+        least = max(1, warmup) if isinstance(warmup, int) else 1
+        _scale(name, least if total_steps is None else total_steps, warmup, final, frequency, options)
+
+
+def _plateau_options(
+    total_steps: int | None,
+    warmup: int | float | None,
+    final: float | None,
+    frequency: int,
+    options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    given = {"total_steps": total_steps, "warmup": warmup, "final": final, "frequency": frequency}
+    idle = [key for key, value in given.items() if value != (1 if key == "frequency" else None)]
+    if idle:
         raise ValueError(
-            f"total_steps, warmup, final and frequency have no effect on {PLATEAU!r}, which follows a metric. Leave "
-            f"them out; its options are {', '.join(_OF_PLATEAU)}."
+            f"{', '.join(idle)} cannot be given with {PLATEAU!r}, which follows a metric. Leave it out; the options "
+            f"are {', '.join(_OF_PLATEAU)}."
         )
-    return ReduceLROnPlateau(optimizer, **checked_options(name, options, _OF_PLATEAU))
-
-
-def _shape(name: str) -> _Shape:
-    if name not in SCHEDULES:
-        raise unknown_name("schedule", name, schedule_names())
-    return SCHEDULES[name]
+    return checked_options(PLATEAU, options, defaults_of(ReduceLROnPlateau, _OF_PLATEAU))
 
 
 def _scale(
@@ -156,7 +187,7 @@ def _scale(
     """The checked shape as a function of the step."""
     if name == PLATEAU:
         raise ValueError(f"{PLATEAU!r} follows a metric and is no function of the step.")
-    shape = _shape(name)
+    shape = SCHEDULES[checked_name("schedule", name, schedule_names())]
     given = {**shape.options, **checked_options(name, options, shape.options)}
     values = {key: checked_number(key, value, 0, math.inf if key == "power" else 1) for key, value in given.items()}
     if shape.final is not None:
@@ -168,11 +199,19 @@ def _scale(
     if is_endless(name, warmup) and total_steps is None:
         total_steps = max(1, int(rise))  # only the ratio of step and warmup counts
     if total_steps is None or total_steps == math.inf:
-        raise ValueError(f"total_steps={total_steps}: the schedule {name!r} needs the number of optimizer steps.")
+        raise ValueError(
+            f"total_steps={total_steps}: the schedule {name!r} needs the number of optimizer steps. Give it, or take "
+            "'inverse-sqrt' or 'constant' with a warmup in steps."
+        )
     _check_whole("total_steps", total_steps)
     end = total_steps + 1
     values["warmup"] = checked_number("warmup", rise, 0, above=name == "inverse-sqrt")  # which is 0 without a rise
     if isinstance(rise, int):
+        if rise > total_steps and not shape.endless:
+            raise ValueError(
+                f"warmup={rise} steps are more than total_steps={total_steps}: the peak is never reached. Give fewer, "
+                "or a share of the run such as 0.05."
+            )
         values["warmup"] /= end
     elif rise >= 1:
         raise ValueError(f"warmup={rise!r} must be a share of the run below 1, or a whole number of steps.")

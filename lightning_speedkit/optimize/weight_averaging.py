@@ -61,6 +61,7 @@ class AverageWeights(Callback):
 
     Raises:
         ValueError: ``by``, ``decay``, ``unit``, ``every`` or ``start`` is not allowed.
+        TypeError: ``decay`` is no number, or ``warmup`` no truth value.
         MisconfigurationException: At ``fit``: another callback averages weights, a strategy other than one device and
             DDP, or ``start`` is a share of a run whose length is not known.
 

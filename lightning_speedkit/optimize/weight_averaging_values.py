@@ -20,6 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number
+
 __all__ = ["WeightAverage"]
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -39,6 +41,7 @@ class WeightAverage:
 
     Raises:
         ValueError: ``by`` is unknown, or ``decay`` is outside its range.
+        TypeError: ``decay`` is no number, or ``warmup`` no truth value.
 
     Example:
 
@@ -61,9 +64,9 @@ class WeightAverage:
             raise ValueError(
                 f"by={by!r} is unknown; use 'ema' (exponential moving average) or 'swa' (all updates weigh alike)."
             )
-        if not 0.0 <= decay < 1.0:  # NaN is refused too
+        if checked_number("decay", decay, 0, 1) == 1:
             raise ValueError(f"decay={decay!r} is not allowed; it is at least 0 and less than 1, and often 0.999.")
-        self.by, self.decay, self.warmup = by, decay, warmup
+        self.by, self.decay, self.warmup = by, decay, checked_flag("warmup", warmup)
         self.device = None if device is None else torch.device(device)
         self.updates = 0
         self._values: dict[str, Tensor] = {}

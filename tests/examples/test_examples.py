@@ -1,40 +1,66 @@
-"""Every script in examples/ runs as a reader would run it, offline and in a few seconds."""
+"""Every script in examples/ runs as a reader would run it, offline and in a few seconds, and does what it says."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+WORDS = {
+    "command_line.py": ["fit", "--config", str(ROOT / "examples" / "command_line.yaml"), "--trainer.max_epochs", "1"],
+    "find_learning_rate.py": ["--fast", "--plot", "../curve.svg"],
+}
+SAYS = {
+    "big_batch_little_memory.py": r"1000 characters: .* at once: \d+\s.* differ by at most (0\.0e|[\d.]+e-0[6-9])",
+    "command_line.py": r"GradientClipping, NonFiniteGuard, SpikeGuard, Opt.*, ScheduleChoice.*AdamW, fused: True.* 0\.",
+    "find_learning_rate.py": r"suggestion 0\.0.*one rate: .*averaged.*schedule: .*schedule-free: validation loss \d",
+    "train_stably.py": r"guarded: 7[0-3] steps, validation accuracy 0\.[89].* [1-9]\d* losses .* 3 gradients",
+}
 
 
-def test_there_are_examples() -> None:
-    assert {"lmdb_training.py", "presets_and_callbacks.py"} <= {path.name for path in EXAMPLES}
-
-
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs_and_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
-    work, temporary = tmp_path / "work", tmp_path / "temporary"
-    work.mkdir()
-    temporary.mkdir()
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(temporary),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    result = subprocess.run(
-        [sys.executable, str(script), "--fast"], cwd=work, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "samples/s" in result.stdout
+    command = [sys.executable, str(Path(__file__).with_name("script_runner.py"))]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()  # at which it ends
+
+
+def test_there_are_examples() -> None:
+    assert {"lmdb_training.py", "presets_and_callbacks.py"} | SAYS.keys() <= {path.name for path in EXAMPLES}
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs_and_leaves_nothing_behind(script: Path, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
+    work, temporary, output = tmp_path / "work", tmp_path / "temporary", tmp_path / "output.txt"
+    work.mkdir()
+    temporary.mkdir()
+    words = [str(script), *WORDS.get(script.name, ["--fast"])]
+    asked = {"words": words, "folder": str(work), "temporary": str(temporary), "output": str(output)}
+    assert runner.stdin is not None
+    assert runner.stdout is not None
+    print(json.dumps(asked), file=runner.stdin, flush=True)
+    code = runner.stdout.readline().strip()
+    told = output.read_text()
+    assert code == "0", told
+    assert re.search(SAYS.get(script.name, "samples/s"), told, re.DOTALL), told
     assert list(temporary.iterdir()) == []
     assert list(work.iterdir()) == []
+    assert (tmp_path / "curve.svg").exists() == ("../curve.svg" in words)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)

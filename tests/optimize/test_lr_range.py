@@ -325,3 +325,7 @@ def test_batches_that_come_once_are_told() -> None:
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LRRangeTest(**arguments)
+    with pytest.raises(TypeError, match=r"lowest='1e-7' must be a number; got str. .*: 1.0e-07\."):
+        LRRangeTest(lowest="1e-7")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="apply='no' must be true or false"):
+        LRRangeTest(apply="no")  # type: ignore[arg-type]

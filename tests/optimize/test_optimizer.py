@@ -146,15 +146,46 @@ def test_states_of_8_bits_train_nearly_as_adamw_does_and_are_restored() -> None:
     assert type(optimizer.state[nets[1][0].weight]["exp_avg"]).__name__ == "OptimState8bit"
 
 
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no optimizer 'adam_w'. Did you mean 'adamw'\?"):
-        build_optimizer("adam_w", Net(), 0.1)
-    with pytest.raises(ValueError, match=r"no option of sgd-momentum 'nesterof'. Did you mean 'nesterov'\?"):
-        build_optimizer("sgd-momentum", Net(), 0.1, options={"nesterof": True})
-    with pytest.raises(ValueError, match=r"lr=-1 must be 0 or more"):
-        build_optimizer("adam", Net(), -1)
-    with pytest.raises(TypeError, match=r"lr='0.1' must be a number"):
-        build_optimizer("adam", Net(), "0.1")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"name": "adam_w"}, ValueError, r"no optimizer 'adam_w'. Did you mean 'adamw'\?"),
+        ({"name": ["adam"]}, TypeError, "name of the optimizer is text, one of adamw, adam, .*; got list"),
+        ({"name": Net(), "module": "adamw"}, TypeError, "name of the optimizer is text, .*; got Net"),
+        ({"module": Net().parameters()}, TypeError, "The module itself is asked for, .*; got generator"),
+        ({"lr": -1}, ValueError, "lr=-1 must be 0 or more"),
+        ({"lr": "1e-3"}, TypeError, r"lr='1e-3' must be a number; got str. .*: 0.001\."),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1 must be 0 or more"),
+        ({"layer_decay": 0}, ValueError, "layer_decay=0 must be above 0 and at most 1"),
+        ({"layer_decay": 0.5, "layers": "first"}, TypeError, "layers='first' must be a list"),
+        ({"layer_decay": 0.5, "layers": []}, ValueError, r"layers=\[\] is empty"),
+        ({"layers": ["first"]}, ValueError, "has no effect without a layer_decay below 1"),
+        ({"decay_all": "no"}, TypeError, "decay_all='no' must be true or false; got str"),
+        ({"options": {"nesterov": True}}, ValueError, "no option of adamw 'nesterov'. .*Known: betas, eps, amsgrad"),
+        ({"options": {"weight_decay": 0.1}}, ValueError, "weight_decay is no option of 'adamw' but an argument"),
+        ({"options": {"betas": [0.9, 1.5]}}, ValueError, r"betas\[1\]=1.5 must be 0 or more, and below 1"),
+        (
+            {"options": {"eps": -1.0}},
+            ValueError,
+            "The optimizer 'adamw' refuses the options {'eps': -1.0}: Invalid eps",
+        ),
+        (
+            {"options": {"fused": True, "foreach": True}},
+            ValueError,
+            "refuses the options .*`fused` and `foreach` cannot",
+        ),
+        (
+            {"name": "muon", "options": {"adjust_lr_fn": "rms"}},
+            ValueError,
+            "'muon' refuses the options .*rms is not supported",
+        ),
+        ({"name": "muon", "options": {"ns_steps": 2.5}}, ValueError, "ns_steps=2.5 must be a whole number"),
+        ({"name": "schedule-free", "options": {"betas": [0, 0.9]}}, ValueError, "'schedule-free' refuses the options"),
+    ],
+)
+def test_bad_input_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_optimizer(**{"name": "adamw", "module": Net(), "lr": 0.1, **given})
 
 
 def test_a_missing_library_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

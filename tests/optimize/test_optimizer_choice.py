@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_speedkit.optimize.optimizer_choice import OptimizerChoice, ScheduleChoice
@@ -146,6 +147,10 @@ def test_the_peak_is_that_of_the_replaced_schedule_and_not_its_rate_at_the_first
 
 
 def test_wrong_combinations_name_the_way_out() -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    lbfgs = _Own(lambda module: torch.optim.LBFGS(module.parameters()))
+    with pytest.raises(MisconfigurationException, match=r"LBFGS does not work with precision '16-mixed': .* Use 'bf16"):
+        _fit(lbfgs, ScheduleChoice("linear"), plugins=[scaled])
     cases = [
         (_adamw, [OptimizerChoice(), OptimizerChoice("adam")], "Two optimizers at once: there are 2 OptimizerChoice"),
         (_adamw, [ScheduleChoice(), ScheduleChoice("linear")], "Two schedules at once: there are 2 ScheduleChoice"),
@@ -161,7 +166,26 @@ def test_wrong_combinations_name_the_way_out() -> None:
     for own, callbacks, message in cases:
         with pytest.raises(MisconfigurationException, match=message):
             quiet_trainer(callbacks, max_epochs=1).fit(_Own(own), loader())
-    with pytest.raises(ValueError, match=r"no optimizer 'adamww'. Did you mean 'adamw'"):
-        OptimizerChoice("adamww")
-    with pytest.raises(ValueError, match=r"no schedule 'cosine'. Did you mean 'warmup-cosine'"):
-        ScheduleChoice("cosine")
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (lambda: OptimizerChoice("adamww"), ValueError, r"no optimizer 'adamww'. Did you mean 'adamw'"),
+        (lambda: OptimizerChoice(lr="1e-3"), TypeError, "lr='1e-3' must be a number"),
+        (lambda: OptimizerChoice(weight_decay=-1.0), ValueError, "weight_decay=-1.0 must be 0 or more"),
+        (lambda: OptimizerChoice(layers=["a"]), ValueError, "no effect without a layer_decay"),
+        (lambda: OptimizerChoice(options={"momentum": 0.9}), ValueError, "no option of adamw 'momentum'"),
+        (lambda: ScheduleChoice("cosine"), ValueError, r"no schedule 'cosine'. Did you mean 'warmup-cosine'"),
+        (lambda: ScheduleChoice(["linear"]), TypeError, "name of the schedule is text"),
+        (lambda: ScheduleChoice(replace="no"), TypeError, "replace='no' must be true or false; got str"),
+        (lambda: ScheduleChoice("linear", warmup="500"), TypeError, "warmup='500' must be a number"),
+        (lambda: ScheduleChoice("linear", warmup=500, total_steps=100), ValueError, "the peak is never reached"),
+        (lambda: ScheduleChoice("linear", options={"decay": 0.1}), ValueError, "no option of linear 'decay'"),
+    ],
+)
+def test_what_is_wrong_by_itself_is_refused_before_there_is_a_trainer(
+    made: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        made()

@@ -11,7 +11,28 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_speedkit.optimize.optimizer_replacement import replaced_optimizer, without_schedules
+from lightning_speedkit.optimize.optimizer import build_from_settings
+from lightning_speedkit.optimize.optimizer_groups import parameter_settings
+from lightning_speedkit.optimize.optimizer_replacement import inherited_settings, without_schedules
+
+
+def replaced_optimizer(
+    net: nn.Module,
+    own: torch.optim.Optimizer,
+    name: str,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    options: dict[str, Any] | None = None,
+    **layers: Any,
+) -> torch.optim.Optimizer:
+    """One factor for all where nothing is given, as OptimizerChoice has it."""
+    settings = parameter_settings(
+        net, 1.0 if lr is None else lr, 1.0 if weight_decay is None else weight_decay, **layers
+    )
+    inherits = {"lr": lr is None, "weight_decay": weight_decay is None}
+    return build_from_settings(
+        name, net, inherited_settings(settings, net, own, name, options=options, **inherits), options
+    )
 
 
 def test_only_what_the_module_trains_is_trained_at_the_rates_that_it_has() -> None:

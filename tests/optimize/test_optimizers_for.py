@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -69,14 +70,31 @@ def test_a_schedule_of_factors_is_counted_too() -> None:
 
 def test_a_stream_needs_a_length_or_an_endless_schedule() -> None:
     stream = Stream(batches_of(1, 1, 1))
-    with pytest.raises(MisconfigurationException, match=r"no end of the run. Set Trainer\(max_steps"):
+    with pytest.raises(MisconfigurationException, match=r"no length, so max_epochs=1 .*\. Set Trainer\(max_steps"):
         trainer().fit(_Scheduled(), stream)
+    with pytest.raises(MisconfigurationException, match=r"no end of the run \(max_epochs=-1, max_steps=-1\)"):
+        _rates(_Scheduled(), max_epochs=-1)
+    with pytest.raises(MisconfigurationException, match=r"this fit takes 0: there are no training batches"):
+        _rates(_Scheduled(), limit_train_batches=0)
+    with pytest.raises(MisconfigurationException, match=r"this fit takes 0: there are no training batches"):
+        _rates(_Scheduled(), batches=0)
     for model in (_Scheduled("inverse-sqrt", warmup=2), _Scheduled("linear", warmup=0, total_steps=3)):
         trainer().fit(model, stream)
         assert len(model.rates) == 3
     assert model.rates == pytest.approx([0.75, 0.5, 0.25])
     with pytest.raises(MisconfigurationException, match="Line is in no Trainer"):
         total_steps_of(Line())
+
+
+def test_a_rise_that_is_longer_than_the_fit_goes_on_as_in_a_long_one_and_a_warning_says_so() -> None:
+    model = _Scheduled("warmup-cosine", warmup=8)
+    with pytest.warns(UserWarning, match="rises over warmup=8 optimizer steps, and this fit takes 3: it never"):
+        rates = _rates(model, batches=3)
+    assert rates == pytest.approx([1 / 8, 2 / 8, 3 / 8])
+    for arguments in ({"fast_dev_run": True}, {"max_steps": 0}):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*it never reaches")
+            _rates(_Scheduled(warmup=8), **arguments)
 
 
 def test_the_plateau_follows_its_metric() -> None:
@@ -154,3 +172,28 @@ def test_wrong_combinations_name_the_way_out() -> None:
         _rates(manual)
     with pytest.raises(ValueError, match=r"no schedule 'liner'. Did you mean 'linear'"):
         _rates(_Scheduled("liner"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"optimizer_settings": {"betas": [0.9, 0.95]}},
+            ValueError,
+            r"no setting of the optimizer 'betas'. .*'options'",
+        ),
+        ({"optimizer_settings": {"layer_dcay": 0.5}}, ValueError, "Did you mean 'layer_decay'"),
+        ({"optimizer_settings": "adamw"}, TypeError, "settings of the optimizer are a mapping, .*; got 'adamw'"),
+        (
+            {"schedule": "linear", "schedule_settings": {"patience": 3}},
+            ValueError,
+            "no setting of the schedule 'patience'",
+        ),
+        ({"schedule": "linear", "schedule_settings": ["warmup"]}, TypeError, "settings of the schedule are a mapping"),
+        ({"module": torch.nn.Linear(1, 1)}, TypeError, "A LightningModule is asked for, .*; got Linear"),
+        ({"lr": "1e-3"}, TypeError, "lr='1e-3' must be a number"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizers_for(**{"module": Line(), "lr": 0.1, **arguments})

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_speedkit.optimize.schedule import SCHEDULES, build_schedule, is_endless, scale_at, schedule_names
+from lightning_speedkit.optimize.schedule import (
+    SCHEDULES,
+    build_schedule,
+    check_schedule,
+    is_endless,
+    scale_at,
+    schedule_names,
+)
 
 
 def _sgd(*rates: float) -> torch.optim.SGD:
@@ -91,7 +98,9 @@ def test_a_fall_by_a_line_or_by_a_root() -> None:
     [
         ({"name": "cosine"}, r"no schedule 'cosine'. Did you mean 'warmup-cosine'\?"),
         ({"name": "linear", "total_steps": None}, "'linear' needs the number of optimizer steps"),
+        ({"name": "linear", "total_steps": None}, "Give it, or take 'inverse-sqrt' or 'constant' with a warmup in"),
         ({"name": "linear", "total_steps": 0}, "total_steps=0 must be 1 or more"),
+        ({"name": "linear", "warmup": 11}, "warmup=11 steps are more than total_steps=10: the peak is never reached"),
         ({"name": "linear", "warmup": 1.0}, "share of the run below 1, or a whole number of steps"),
         ({"name": "linear", "warmup": -1}, "warmup=-1 must be 0 or more"),
         ({"name": "inverse-sqrt", "warmup": 0}, "warmup=0 must be above 0"),
@@ -99,7 +108,8 @@ def test_a_fall_by_a_line_or_by_a_root() -> None:
         ({"name": "constant", "final": 0.5}, "final has no effect on 'constant'"),
         ({"name": "linear", "frequency": 0}, "frequency=0 must be 1 or more"),
         ({"name": "one-cycle", "options": {"inital": 0.1}}, r"Did you mean 'initial'\?"),
-        ({"name": "reduce-on-plateau", "warmup": 3}, "no effect on 'reduce-on-plateau'"),
+        ({"name": "reduce-on-plateau", "warmup": 3}, "total_steps, warmup cannot be given with 'reduce-on-plateau'"),
+        ({"name": "reduce-on-plateau", "total_steps": None, "options": {"factor": 2.0}}, "'factor': 2.0}: Factor"),
         ({"name": "reduce-on-plateau", "total_steps": None, "options": {"pace": 1}}, "no option of reduce-on-plateau"),
     ],
 )
@@ -109,7 +119,35 @@ def test_bad_input_is_refused(settings: dict[str, object], message: str) -> None
 
 
 def test_types_are_checked_and_all_names_are_told() -> None:
-    for wrong in ({"warmup": "3"}, {"warmup": True}, {"frequency": 1.5}, {"total_steps": 9.5}):
-        with pytest.raises(TypeError, match="must be a"):
+    plateau = {"name": "reduce-on-plateau", "total_steps": None}
+    for wrong in (
+        {"warmup": "3"},
+        {"warmup": True},
+        {"final": "1e-3"},
+        {"frequency": 1.5},
+        {"total_steps": 9.5},
+        {"total_steps": "100"},
+        {"name": "one-cycle", "options": {"initial": "0.1"}},
+        {**plateau, "options": {"patience": "3"}},
+        {**plateau, "options": {"mode": True}},
+    ):
+        with pytest.raises(TypeError, match=r"must be (a|text)"):
             build_schedule(**{"name": "linear", "optimizer": _sgd(1.0), "total_steps": 10, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"name of the schedule is text, one of warmup-cosine, .*; got NoneType"):
+        build_schedule(None, _sgd(1.0), 10)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="The optimizer whose rate is to follow 'linear' is asked for; got int"):
+        build_schedule("linear", 10)  # type: ignore[arg-type]
     assert schedule_names()[-1] == "reduce-on-plateau"
+
+
+def test_a_schedule_is_checked_before_there_are_an_optimizer_and_a_length() -> None:
+    for name in SCHEDULES:
+        check_schedule(name, warmup=10_000)
+    check_schedule("reduce-on-plateau", options={"min_lr": [0.1, 0.2]})
+    check_schedule("inverse-sqrt", 10, warmup=500)  # endless: its length says nothing
+    with pytest.raises(ValueError, match="warmup=500 steps are more than total_steps=10"):
+        check_schedule("linear", 10, warmup=500)
+    with pytest.raises(ValueError, match="final=2 must be"):
+        check_schedule("linear", final=2)
+    with pytest.raises(ValueError, match="frequency cannot be given"):
+        check_schedule("reduce-on-plateau", frequency=2)

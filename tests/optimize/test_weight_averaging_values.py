@@ -165,8 +165,12 @@ def test_an_average_that_is_saved_and_loaded_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"by": "mean"}, "'ema'"), ({"decay": 1.0}, "less than 1"), ({"decay": float("nan")}, "less than 1")],
+    [({"by": "mean"}, "'ema'"), ({"decay": 1.0}, "less than 1"), ({"decay": float("nan")}, "decay=nan must")],
 )
 def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightAverage(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"decay='0.999' must be a number; got str. Write it without quotes"):
+        WeightAverage(decay="0.999")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="warmup='no' must be true or false"):
+        WeightAverage(warmup="no")  # type: ignore[arg-type]
