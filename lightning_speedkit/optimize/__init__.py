@@ -12,7 +12,8 @@ from lightning_speedkit.optimize.accumulation_window import (
     scale_gradients,
     weigh_backward,
 )
-from lightning_speedkit.optimize.batch_split import join_outputs, samples_of, split_batch
+from lightning_speedkit.optimize.batch_join import join_outputs
+from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.clip import GradientClipping
 from lightning_speedkit.optimize.clip_gradients import clip_by_norm, clip_by_value, clip_units, gradient_norm
 from lightning_speedkit.optimize.clip_thresholds import PercentileLimit, ZScoreLimit

@@ -1,4 +1,4 @@
-"""Cuts a batch into smaller ones along its samples, and puts the outputs of the pieces together again.
+"""Cuts a batch into smaller ones along its samples.
 
 When it helps: a batch that does not fit into memory is computed in pieces. What it costs: nothing for tensors and
 arrays, whose pieces are views; packed and nested sequences are copied. No value is looked at.
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["join_outputs", "samples_of", "split_batch"]
+from lightning_speedkit.measure.samples import tensors_in
+
+__all__ = ["mapping_like", "samples_of", "sequence_like", "split_batch"]
 
 _SHARED = (bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, type(None))
 
@@ -26,8 +28,9 @@ def samples_of(batch: Any, dim: int = 0) -> int:
     """The number of samples in a batch: the length of the batch dimension that all of its tensors share.
 
     Looks into mappings, sequences and dataclasses. Tensors and arrays with fewer dimensions are taken at their last
-    one (the lengths beside a time-first padded sequence), and those without a dimension belong to every sample. Where
-    tensors differ, or there is none, the outermost fields may be lists of single samples of one length.
+    one (the lengths beside a time-first padded sequence), and those without a dimension belong to every sample; a batch
+    of nothing else is one sample. Where tensors differ, or there is none, or a field is a list of mappings, the
+    outermost fields may be lists or tuples of single samples of one length.
 
     Args:
         batch: The batch.
@@ -42,14 +45,23 @@ def samples_of(batch: Any, dim: int = 0) -> int:
     >>> samples_of(([torch.zeros(3, 20, 30), torch.zeros(3, 10, 40)], [{"boxes": torch.zeros(1, 4)}, {"boxes": None}]))
     2
     """
-    lengths = set(_lengths(batch, dim))
-    if len(lengths) == 1:
-        return lengths.pop()
-    columns = {len(field) for field in _fields(batch) if isinstance(field, list)}
-    others = {length for field in _fields(batch) if not isinstance(field, list) for length in _lengths(field, dim)}
+    return _counted(batch, dim)[0]
+
+
+def _counted(batch: Any, dim: int) -> tuple[int, bool]:
+    """The number of samples, and whether the lists among the outermost fields hold one in each entry."""
+    lengths, fields = set(_lengths(batch, dim)), _fields(batch)
+    columns = {len(field) for field in fields if _is_column(field)}
+    others = {length for field in fields if not _is_column(field) for length in _lengths(field, dim)}
+    rows = any(isinstance(entry, Mapping) for field in fields if _is_column(field) for entry in field)  # of a detector
+    if len(lengths) == 1 and not (rows and len(columns) == 1 and others <= columns):
+        return lengths.pop(), False
     if len(columns) == 1 and others <= columns:
-        return columns.pop()
-    found = f"its tensors have batch dimensions of {_listed(lengths)}" if lengths else "it has no tensor"
+        return columns.pop(), True
+    if not lengths and not columns and next(tensors_in(batch), None) is not None:
+        return 1, False
+    listed = " and ".join(map(str, sorted(lengths)))
+    found = f"its tensors have batch dimensions of {listed}" if lengths else "it has no tensor"
     raise ValueError(f"A {type(batch).__name__} cannot be split into samples: {found}.")
 
 
@@ -73,68 +85,10 @@ def split_batch(batch: Any, size: int, dim: int = 0) -> list[Any]:
     """
     if size < 1:
         raise ValueError(f"size={size} must be 1 or more.")
-    samples = samples_of(batch, dim)
+    samples, by_columns = _counted(batch, dim)
     count = max(-(-samples // size), 1)
     sizes = [samples // count + (index < samples % count) for index in range(count)]
-    return _parts(batch, sizes, dim, by_columns=set(_lengths(batch, dim)) != {samples})
-
-
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any] | None = None) -> Any:
-    """What the whole batch would have put out, from what its pieces put out.
-
-    Tensors and lists with one entry per sample are put together; numbers and tensors without a dimension are taken as
-    means, and averaged; mappings, tuples and lists are joined entry by entry; equal things stay.
-
-    Args:
-        outputs: One output for each piece.
-        sizes: The number of samples of each piece.
-        weights: What the pieces weigh in means, numbers or tensors of no dimension; ``None``: their samples. One of 0
-            is passed over, since its mean may be no number.
-
-    Raises:
-        ValueError: The outputs have no form that can be joined.
-
-    >>> pieces = {"loss": torch.tensor(1.0), "y": torch.ones(3)}, {"loss": torch.tensor(5.0), "y": torch.zeros(1)}
-    >>> join_outputs(pieces, sizes=[3, 1])
-    {'loss': tensor(2.), 'y': tensor([1., 1., 1., 0.])}
-    """
-    first = outputs[0]
-    if any(type(output) is not type(first) for output in outputs):
-        raise ValueError(f"Outputs of types {_listed({type(output).__name__ for output in outputs})} cannot be joined.")
-    if isinstance(first, Tensor):
-        if all(output.ndim and len(output) == size for output, size in zip(outputs, sizes, strict=True)):
-            return torch.cat(list(outputs))
-        if all(output.numel() == 1 for output in outputs):
-            return _mean(outputs, sizes if weights is None else weights)
-    elif isinstance(first, float):
-        numbers = [torch.tensor(output, dtype=torch.float64) for output in outputs]
-        return _mean(numbers, sizes if weights is None else weights).item()
-    elif isinstance(first, list) and all(len(output) == size for output, size in zip(outputs, sizes, strict=True)):
-        return [entry for output in outputs for entry in output]
-    elif isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
-        return _mapping_like(first, {key: join_outputs([o[key] for o in outputs], sizes, weights) for key in first})
-    elif isinstance(first, (list, tuple)) and all(len(output) == len(first) for output in outputs):
-        return _sequence_like(first, [join_outputs(entries, sizes, weights) for entries in zip(*outputs, strict=True)])
-    elif all(output == first for output in outputs):
-        return first
-    raise ValueError(f"Outputs of type {type(first).__name__} cannot be joined: they differ in length or value.")
-
-
-def _mean(values: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
-    kind = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
-    total, mean = sum(weights), values[0].new_zeros((), dtype=kind)
-    for value, weight in zip(values, weights, strict=True):
-        share = weight / total
-        if isinstance(share, Tensor):
-            share = share.to(mean)
-            mean = mean + (value * share).where(share != 0, 0.0)
-        elif share:
-            mean = mean + value * share
-    return mean
-
-
-def _listed(values: Any) -> str:
-    return " and ".join(map(str, sorted(values)))
+    return _parts(batch, sizes, dim, by_columns)
 
 
 def _fields(batch: Any) -> list[Any]:
@@ -146,6 +100,10 @@ def _fields(batch: Any) -> list[Any]:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
     return []
+
+
+def _is_column(field: Any) -> bool:
+    return isinstance(field, list) or type(field) is tuple
 
 
 def _is_nested(value: Tensor) -> bool:
@@ -174,7 +132,7 @@ def _lengths(value: Any, dim: int) -> Iterator[int]:
 
 
 def _parts(value: Any, sizes: list[int], dim: int, by_columns: bool) -> list[Any]:
-    """The value cut into pieces of these sizes; ``by_columns``: the lists among its outermost fields hold samples."""
+    """The value cut into pieces of these sizes; ``by_columns``: lists among its outermost fields hold samples."""
     if isinstance(value, PackedSequence):
         return _packed_parts(value, sizes)
     if isinstance(value, Tensor) and _is_nested(value):
@@ -191,23 +149,33 @@ def _parts(value: Any, sizes: list[int], dim: int, by_columns: bool) -> list[Any
     columns = [_field_parts(field, sizes, dim, by_columns) for field in fields]
     rebuild: Callable[[list[Any]], Any]
     if isinstance(value, Mapping):
-        rebuild = lambda row: _mapping_like(value, dict(zip(value, row, strict=True)))  # noqa: E731
+        rebuild = lambda row: mapping_like(value, dict(zip(value, row, strict=True)))  # noqa: E731
     elif isinstance(value, (list, tuple)):
-        if isinstance(value, list) and not list(_lengths(value, dim)) and len(value) == sum(sizes):
-            return _cut(value, sizes)  # names or numbers, one for each sample
-        rebuild = lambda row: _sequence_like(value, row)  # noqa: E731
+        if len(value) == sum(sizes) and _is_one_for_each(value, dim):
+            return _cut(value, sizes)
+        rebuild = lambda row: sequence_like(value, row)  # noqa: E731
     else:
         rebuild = lambda row: _dataclass_like(value, row)  # noqa: E731
     return [rebuild(list(row)) for row in zip(*columns, strict=True)]
 
 
 def _field_parts(field: Any, sizes: list[int], dim: int, by_columns: bool) -> list[Any]:
-    if by_columns and isinstance(field, list):
+    if by_columns and _is_column(field):
         return _cut(field, sizes)
     return _parts(field, sizes, dim, by_columns=False)
 
 
-def _cut(samples: list[Any], sizes: list[int]) -> list[Any]:
+def _is_one_for_each(value: Any, dim: int) -> bool:
+    """Whether a list or tuple as long as the batch has samples in it: names, or in a list numbers.
+
+    torch's own collation makes a tuple of the names in samples that are tuples.
+    """
+    if type(value) is tuple:
+        return all(isinstance(entry, (str, bytes)) for entry in value)
+    return isinstance(value, list) and not list(_lengths(value, dim))
+
+
+def _cut(samples: Sequence[Any], sizes: list[int]) -> list[Any]:
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
@@ -220,7 +188,12 @@ def _packed_parts(packed: PackedSequence, sizes: list[int]) -> list[Any]:
     ]
 
 
-def _mapping_like(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def mapping_like(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the same kind with other entries.
+
+    >>> mapping_like({"x": 1}, {"x": 2})
+    {'x': 2}
+    """
     if type(value) is dict:
         return entries
     twin = copy.copy(value)  # keeps what a subclass holds beside its entries, as a default factory
@@ -229,7 +202,12 @@ def _mapping_like(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     return twin
 
 
-def _sequence_like(value: Any, entries: list[Any]) -> Any:
+def sequence_like(value: Any, entries: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same kind with other entries.
+
+    >>> sequence_like((1, 2), [3, 4])
+    (3, 4)
+    """
     return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 

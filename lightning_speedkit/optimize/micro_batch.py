@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -32,12 +29,14 @@ from lightning_speedkit.measure.lightning_internals import is_accumulating
 from lightning_speedkit.optimize.accumulation_count import counter_of
 from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.micro_batch_gradients import synchronize_gradients
-from lightning_speedkit.optimize.micro_batch_ranks import HostGroup
+from lightning_speedkit.optimize.micro_batch_messages import Messages
+from lightning_speedkit.optimize.micro_batch_ranks import HostGroup, agree
 from lightning_speedkit.optimize.micro_batch_refusals import check_strategy, check_trainer, check_wrapped
 from lightning_speedkit.optimize.micro_batch_retry import BatchPieces, backward_in_pieces
+from lightning_speedkit.optimize.micro_batch_run import replaced
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
-from lightning_speedkit.optimize.micro_batch_step import step_with_retry
-from lightning_speedkit.optimize.micro_batch_training import StepsInPieces, replaced
+from lightning_speedkit.optimize.micro_batch_step import RepeatableSteps
+from lightning_speedkit.optimize.micro_batch_training import StepsInPieces
 
 __all__ = ["AutoMicroBatch", "backward_in_pieces"]
 
@@ -116,8 +115,8 @@ class AutoMicroBatch(Callback):
         self._group: HostGroup | None = None
         self._undo = ExitStack()
         self._optimizers: list[torch.optim.Optimizer] = []  # whose step is ours
-        self._one_by_one = False
-        self._told: int | None = None
+        self._optimizer_steps = RepeatableSteps(step_copy_mib * 2**20)
+        self._messages = Messages()
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -144,7 +143,7 @@ class AutoMicroBatch(Callback):
         self._put_back()
         if stage == "fit":
             check_trainer(trainer, pl_module, AutoMicroBatch)
-            self._told = None
+            self._messages.knows_size(None)
         if stage == "predict":
             return
         check_strategy(trainer)
@@ -163,7 +162,8 @@ class AutoMicroBatch(Callback):
         for optimizer in trainer.optimizers:
             if not any(optimizer is other for other in self._optimizers):  # training may start more than once in a fit
                 self._optimizers.append(optimizer)
-                self._undo.enter_context(replaced(optimizer, "step", self._repeating_step(trainer, optimizer)))
+                step = self._optimizer_steps.step_of(optimizer, trainer.strategy.root_device)
+                self._undo.enter_context(replaced(optimizer, "step", step))
 
     @override
     def on_train_batch_end(
@@ -171,9 +171,13 @@ class AutoMicroBatch(Callback):
     ) -> None:
         if self._steps is not None:
             self._steps.drop()
-        if self._group is not None and is_accumulating(trainer):  # else in the backward pass, before gradients are sent
-            self._adopt(self._group)
-        self._tell(pl_module)
+        if is_accumulating(trainer):  # else in the backward pass, before gradients are sent
+            self._agree(trainer)
+        self._messages.tell(self._training.limit, self._optimizer_steps.one_by_one, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agree(trainer)  # about the last step
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -191,7 +195,7 @@ class AutoMicroBatch(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training.load_state_dict(state_dict["training"])
         self._evaluation.load_state_dict(state_dict["evaluation"])
-        self._told = self._training.limit
+        self._messages.knows_size(self._training.limit)
 
     def _put_back(self) -> None:
         self._undo.close()
@@ -235,51 +239,11 @@ class AutoMicroBatch(Callback):
         steps_of().backward(self._training, *arguments)
         if is_accumulating(trainer):
             return
-        if self._group is not None:
-            self._adopt(self._group)
+        self._agree(trainer)
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             synchronize_gradients(trainer.strategy.model)
         self._training.grow()
 
-    def _adopt(self, group: HostGroup) -> None:
-        """Take the smallest size of all ranks; raises if one of them is gone."""
-        self._training.adopt(group.largest(self._training.row()))
-
-    def _repeating_step(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> MethodType:
-        original, device = optimizer.step, trainer.strategy.root_device
-
-        def step(of: torch.optim.Optimizer, closure: Any, options: dict[str, Any]) -> Any:
-            result, repeated = step_with_retry(
-                of,
-                partial(original, **options),
-                closure,
-                device=device,
-                copy_bytes=self.step_copy_mib * 2**20,
-                one_by_one=self._one_by_one,
-            )
-            if repeated:
-                self._one_by_one = True
-                rank_zero_warn(
-                    f"{type(of).__name__}.step() ran out of memory and was repeated; from now on it goes parameter by "
-                    "parameter where it has the option (foreach=False, not fused), which needs less memory."
-                )
-            return result
-
-        like_it = wraps(original)(lambda of, closure=None, **options: step(of, closure, options))
-        return MethodType(like_it, optimizer)  # has the mark of a learning-rate schedule
-
-    def _tell(self, module: pl.LightningModule) -> None:
-        limit = self._training.limit
-        if limit == self._told:
-            return
-        if self._told is not None:
-            rank_zero_info(f"AutoMicroBatch: at most {limit} samples are computed at once from now on.")
-        else:
-            norm = " Except for BatchNorm, whose statistics are those of pieces: use GroupNorm, or freeze it."
-            rank_zero_warn(
-                f"Memory ran out. The batch was computed in pieces, and at most {limit} samples are computed at once "
-                "from now on; the steps stay those of whole batches."
-                + norm
-                * any(isinstance(part, _BatchNorm) for part in module.modules())
-            )
-        self._told = limit
+    def _agree(self, trainer: pl.Trainer) -> None:
+        if self._group is not None:
+            agree(self._group, self._training, self._optimizer_steps, trainer.optimizers)

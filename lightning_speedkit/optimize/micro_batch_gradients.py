@@ -63,7 +63,7 @@ class NewGradients:
         """Put back what was set aside, with the new gradients added to it."""
         for parameter, held in self._held:
             if parameter.grad is not None:
-                held.add_(parameter.grad)
+                held = _sum(held, parameter.grad)
             parameter.grad = held
 
 
@@ -80,33 +80,48 @@ def add_gradients(new: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None =
         if parameter.grad is None:
             parameter.grad = gradient
         else:
-            parameter.grad.add_(gradient)
+            parameter.grad = _sum(parameter.grad, gradient)
+
+
+def _sum(held: Tensor, new: Tensor) -> Tensor:
+    """In place, for it may be a view into a bucket; but what is sparse cannot hold what is not."""
+    return new + held if held.is_sparse and not new.is_sparse else held.add_(new)
 
 
 class _Zero(torch.autograd.Function):
-    """A zero that depends on each of its inputs with a gradient of zero."""
+    """A zero that depends on each of its inputs with a gradient of zero, sparse where their own one is."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, sparse_dims: list[int | None], *inputs: Tensor) -> Tensor:
+        ctx.sparse_dims = sparse_dims
         ctx.save_for_backward(*inputs)
         return inputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return tuple(tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return None, *map(_zero_like, ctx.saved_tensors, ctx.sparse_dims)
+
+
+def _zero_like(tensor: Tensor, sparse_dim: int | None) -> Tensor:
+    if sparse_dim is None:
+        return tensor.new_zeros(()).expand_as(tensor)
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=tensor.device)
+    return torch.sparse_coo_tensor(indices, tensor.new_empty((0, *tensor.shape[sparse_dim:])), tensor.shape)
 
 
 def synchronize_gradients(model: DistributedDataParallel) -> None:
     """Average the gradients that backward passes under ``no_sync`` left, as one synchronising backward would have.
 
     It is a backward pass that adds zero to each gradient, so that torch's own reducer sends them: in its buckets,
-    with its communication hook, and with unused parameters as it was told. Call it on all ranks, outside
-    ``no_sync``.
+    with its communication hook, and with unused parameters as it was told; sparse gradients stay sparse. Call it on
+    all ranks, outside ``no_sync``.
 
     Args:
         model: A wrapped model, not with a static graph.
     """
     used = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is not None]
-    zero = _Zero.apply(*used)  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+    sparse_dims = [gradient.sparse_dim() if gradient.is_sparse else None for gradient in gradients]
+    zero = _Zero.apply(sparse_dims, *used)  # type: ignore[no-untyped-call]
     prepare_for_backward(model, zero)
     zero.backward()

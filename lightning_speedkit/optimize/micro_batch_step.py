@@ -11,7 +11,9 @@ step and put back. For large ones a copy would need the memory that is missing, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from lightning_speedkit.measure.out_of_memory import out_of_memory_source, release_memory
 
-__all__ = ["OptimizerState", "step_with_retry"]
+__all__ = ["OptimizerState", "RepeatableSteps", "step_with_retry"]
 
 
 class OptimizerState:
@@ -110,7 +112,7 @@ def step_with_retry(
     *,
     device: torch.device,
     copy_bytes: float = 0,
-    one_by_one: bool = False,
+    one_by_one: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, bool]:
     """Call an optimizer's ``step``, and once more if it finds no memory.
 
@@ -122,7 +124,7 @@ def step_with_retry(
         closure: What computes the gradients, or ``None``.
         device: Where memory is to be freed.
         copy_bytes: Copy weights and state before the step if they are not larger than this.
-        one_by_one: Go parameter by parameter from the start.
+        one_by_one: Whether to go parameter by parameter at the first try; asked after the closure.
 
     Returns:
         What the step returned, and whether it needed the second try.
@@ -134,23 +136,26 @@ def step_with_retry(
     calls: list[Any] = []
     before = None if closure is not None else OptimizerState(optimizer, copy_bytes)
 
-    def once() -> Any:
+    def once(undo: ExitStack) -> Any:
         nonlocal before
         assert closure is not None
         calls.append(None)
         calls[-1] = (closure(),)
         before = OptimizerState(optimizer, copy_bytes)
+        if one_by_one() and len(calls) == 1:
+            undo.enter_context(_one_by_one(optimizer))  # optimizers look at their options after the closure
         return calls[-1][0]
 
-    def run(function: Callable[[], Any] | None) -> Any:
-        arguments = {} if closure is None else {"closure": function}
-        if not one_by_one:
-            return step(**arguments)
-        with _one_by_one(optimizer):
-            return step(**arguments)
+    def run(again: bool = False) -> Any:
+        with ExitStack() as undo:
+            if again or (closure is None and one_by_one()):
+                undo.enter_context(_one_by_one(optimizer))
+            if closure is None:
+                return step()
+            return step(closure=(lambda: calls[0][0]) if calls else partial(once, undo))
 
     try:
-        return run(once), False
+        return run(), False
     except (RuntimeError, MemoryError, OSError) as error:
         failed_inside = len(calls) > 1 or (calls and calls[0] is None)  # in the closure, or it ran several times
         if failed_inside or out_of_memory_source(error) in (None, "NCCL"):
@@ -164,8 +169,7 @@ def step_with_retry(
         reason = str(error)
     release_memory(device)
     try:
-        one_by_one = True
-        return run((lambda: calls[0][0]) if calls else once), True
+        return run(again=True), True
     except (RuntimeError, MemoryError, OSError) as error:
         if out_of_memory_source(error) is None:
             raise
@@ -173,3 +177,46 @@ def step_with_retry(
             f"{type(optimizer).__name__}.step() ran out of memory twice, parameter by parameter too: {reason} Smaller "
             "batches do not help here: use an optimizer with a smaller state, or shard it over devices."
         ) from error
+
+
+class RepeatableSteps:
+    """Gives optimizers a ``step`` that is repeated if it finds no memory.
+
+    Args:
+        copy_bytes: Copy weights and state before each step if they are not larger than this.
+
+    Attributes:
+        one_by_one: Whether steps go parameter by parameter at the first try, as they do after the first repeated one.
+        agreed: Whether all ranks know of it.
+
+    Example:
+
+        >>> steps, weight = RepeatableSteps(copy_bytes=0), torch.nn.Parameter(torch.ones(1))
+        >>> weight.grad = torch.ones(1)
+        >>> steps.step_of(torch.optim.SGD([weight], lr=0.5), torch.device("cpu"))()
+        >>> weight.item(), steps.one_by_one
+        (0.5, False)
+    """
+
+    def __init__(self, copy_bytes: float) -> None:
+        self.one_by_one = self.agreed = False
+        self._copy_bytes = copy_bytes
+
+    def step_of(self, optimizer: torch.optim.Optimizer, device: torch.device) -> MethodType:
+        """What to put in the place of ``optimizer.step``; has the mark that a learning-rate schedule leaves there."""
+        original = optimizer.step
+
+        def step(of: torch.optim.Optimizer, closure: Any, options: dict[str, Any]) -> Any:
+            result, repeated = step_with_retry(
+                of,
+                partial(original, **options),
+                closure,
+                device=device,
+                copy_bytes=self._copy_bytes,
+                one_by_one=lambda: self.one_by_one,
+            )
+            self.one_by_one |= repeated
+            return result
+
+        like_it = wraps(original)(lambda of, closure=None, **options: step(of, closure, options))
+        return MethodType(like_it, optimizer)

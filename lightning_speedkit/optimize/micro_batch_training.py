@@ -12,49 +12,24 @@ scaler, another callback), and the gradient is added at that moment, scaled so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_speedkit.optimize.batch_split import join_outputs
 from lightning_speedkit.optimize.micro_batch_gradients import NewGradients, add_gradients
-from lightning_speedkit.optimize.micro_batch_logs import RecordedLogs, joined_logs
+from lightning_speedkit.optimize.micro_batch_logs import RecordedLogs
 from lightning_speedkit.optimize.micro_batch_retry import BatchPieces, run_until_it_fits, times
+from lightning_speedkit.optimize.micro_batch_run import StepRuns, loss_of, with_loss
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
 from lightning_speedkit.optimize.micro_batch_state import SavedState, StateKeeper
 
-__all__ = ["StepsInPieces", "replaced"]
-
-_MISSING = object()
-
-
-@contextmanager
-def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Let an object have another method of that name.
-
-    >>> with replaced(box := nn.Identity(), "forward", lambda x: -x):
-    ...     box(1)
-    -1
-    >>> box(1)
-    1
-    """
-    own = vars(owner)  # written to directly: a module's __setattr__ looks for parameters first
-    found = own.get(name, _MISSING)
-    own[name] = method
-    try:
-        yield
-    finally:
-        if found is _MISSING:
-            del own[name]
-        else:
-            own[name] = found
+__all__ = ["StepsInPieces"]
 
 
 @dataclass(slots=True)
@@ -95,9 +70,8 @@ class StepsInPieces:
         self._backward = backward
         self._parameters = list(module.parameters())
         self._keeper = StateKeeper(module, self._device)
+        self._runs = StepRuns(module, pieces, self._device)
         self._pending: _Pending | None = None
-        self._warned = False
-        self._looked = False  # at a batch, for whether it can be computed in pieces
 
     def drop(self) -> None:
         """Forget a loss whose backward pass was never asked for."""
@@ -106,42 +80,42 @@ class StepsInPieces:
     def training_step(self, step: Callable[..., Any], size: MicroBatchSize, batch: Any, *arguments: Any) -> Any:
         """What ``step(batch, ...)`` returns, with a loss for :meth:`backward`."""
         self._pending = None
-        if not self._looked:
-            self._looked = True
-            self._look_at(batch)
+        self._runs.look_at(batch)
         before = self._keeper.save("training")
+        undo = partial(self._keeper.restore, before)
 
         def run(at_once: int | None) -> tuple[RecordedLogs, Any]:
             if at_once is not None:
                 return self._forward_and_backward(step, batch, arguments, at_once)
-            with self._recording() as logs:
+            with self._runs.recording() as logs:
                 output = step(batch, *arguments)
-            loss = _loss_of(output)
+            loss = loss_of(output)
             if loss is None or not loss.requires_grad:  # no step, or Lightning's own message
                 return logs, output
             proxy = loss.detach().requires_grad_()
             self._pending = _Pending(proxy, batch, arguments, before, [loss])
-            return logs, _with_loss(output, proxy)
+            return logs, with_loss(output, proxy)
 
-        return self._finish(run, size, batch, lambda: self._keeper.restore(before), "The forward pass", False)
+        return self._runs.until_it_fits(run, size, batch, undo, "The forward pass", whole_is_proof=False)
 
     def evaluation_step(self, step: Callable[..., Any], size: MicroBatchSize, batch: Any, *arguments: Any) -> Any:
         """What ``step(batch, ...)`` returns."""
-        before = self._keeper.save("evaluation")
+        undo = partial(self._keeper.restore, self._keeper.save("evaluation"))
 
         def run(at_once: int | None) -> tuple[RecordedLogs, Any]:
             if at_once is None:
-                with self._recording() as logs:
+                with self._runs.recording() as logs:
                     return logs, step(batch, *arguments)
             pieces, samples, shares = self._pieces.cut(batch, at_once)
             outputs, recorded = [], []
             for piece in pieces:
-                with self._recording() as logs:
+                with self._runs.recording() as logs:
                     outputs.append(step(piece, *arguments))
                 recorded.append(logs)
-            return joined_logs(recorded, samples, self._weights(shares)), self._joined(outputs, samples, shares)
+            logs = self._runs.joined_logs(recorded, samples, shares)
+            return logs, self._runs.joined(outputs, samples, shares)
 
-        return self._finish(run, size, batch, lambda: self._keeper.restore(before), "An evaluation step")
+        return self._runs.until_it_fits(run, size, batch, undo, "An evaluation step")
 
     def backward(self, size: MicroBatchSize, loss: Tensor, *arguments: Any) -> None:
         """The backward pass of what Lightning made of the loss of the last :meth:`training_step`."""
@@ -171,9 +145,9 @@ class StepsInPieces:
                 return
             pieces, _, shares = self._pieces.cut(pending.batch, at_once)
             for piece, share in zip(pieces, shares, strict=True):
-                with self._plugin.train_step_context(), self._recording():  # what they log was logged
+                with self._plugin.train_step_context(), self._runs.recording():  # what they log was logged
                     output = self._module.training_step(piece, *pending.arguments)
-                part = _loss_of(output)
+                part = loss_of(output)
                 if part is not None:
                     self._backward(times(part, share) * weight, *arguments)
                 del output, part
@@ -213,82 +187,28 @@ class StepsInPieces:
         outputs, recorded, loss = [], [], None
         try:
             for piece, share in zip(pieces, shares, strict=True):
-                with self._recording() as logs:
+                with self._runs.recording() as logs:
                     output = step(piece, *arguments)
                 recorded.append(logs)
-                part = _loss_of(output)
+                part = loss_of(output)
                 if part is not None:
                     with self._without_autocast():
                         scaled = times(part, share) if scale is None else times(part, share) * scale
                         self._backward(scaled, self._module, self._trainer.optimizers[0])
                         del scaled
                     loss = times(part.detach(), share) + (0 if loss is None else loss)
-                outputs.append(output if part is None else _with_loss(output, part.detach()))
+                outputs.append(output if part is None else with_loss(output, part.detach()))
                 del output, part
         except BaseException:
             new.discard()
             raise
         gradients = new.detach()
+        logs = self._runs.joined_logs(recorded, samples, shares)
         if loss is None:
-            return joined_logs(recorded, samples, self._weights(shares)), None
+            return logs, None
         self._pending = _Pending(loss.requires_grad_(), new=gradients, scale=scale)
-        joined = loss if isinstance(outputs[0], Tensor) else self._joined(outputs, samples, shares)
-        return joined_logs(recorded, samples, self._weights(shares)), _with_loss(joined, loss)
-
-    def _weights(self, shares: list[Any]) -> list[Any] | None:
-        """What pieces weigh in the means that a step logs and returns; a mean over labels has to be one over labels."""
-        return None if self._pieces.weigh is None else shares
-
-    def _joined(self, outputs: list[Any], samples: list[int], shares: list[Any]) -> Any:
-        try:
-            return join_outputs(outputs, samples, self._weights(shares))
-        except ValueError as error:
-            if not self._warned:
-                rank_zero_warn(f"{error} What the step returned for the last piece of a batch stands for all of it.")
-            self._warned = True
-            return outputs[-1]
-
-    def _look_at(self, batch: Any) -> None:
-        """Say at the first batch, and not when memory runs out, that there will be no pieces or no weights."""
-        try:
-            pieces = self._pieces.split(batch, max(self._pieces.count(batch) // 2, 1))
-            for piece in pieces:
-                self._pieces.count(piece)
-        except (ValueError, TypeError) as why:
-            rank_zero_warn(
-                f"AutoMicroBatch cannot compute this batch in pieces, so it cannot help when memory runs out. {why} "
-                "Override count_samples(batch) and split(batch, size) in a subclass, or remove the callback."
-            )
-            return
-        if self._pieces.weigh is not None:
-            self._pieces.weigh(pieces[0])  # raises where there is nothing to count
-
-    def _finish(
-        self,
-        run: Callable[[int | None], tuple[RecordedLogs, Any]],
-        size: MicroBatchSize,
-        batch: Any,
-        undo: Callable[[], None],
-        doing: str,
-        whole_is_proof: bool = True,
-    ) -> Any:
-        logs, output = run_until_it_fits(
-            run,
-            lambda: self._pieces.count(batch),
-            size,
-            undo=undo,
-            device=self._device,
-            doing=doing,
-            whole_is_proof=whole_is_proof,
-        )
-        logs.replay(self._module.log)
-        return output
-
-    @contextmanager
-    def _recording(self) -> Iterator[RecordedLogs]:
-        logs = RecordedLogs()
-        with replaced(self._module, "log", lambda *arguments, **options: logs.record(arguments, options)):
-            yield logs
+        joined = loss if isinstance(outputs[0], Tensor) else self._runs.joined(outputs, samples, shares)
+        return logs, with_loss(joined, loss)
 
     def _scale(self) -> Tensor | None:
         """What a gradient scaler scales by now; without it, gradients of float16 vanish."""
@@ -298,15 +218,3 @@ class StepsInPieces:
     def _without_autocast(self) -> Any:
         kind = self._device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
-
-
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    """The output with that loss, and everything else without a graph, which would hold the memory of the batch."""
-    if not isinstance(output, Mapping):
-        return loss
-    return {**apply_to_collection(dict(output), Tensor, Tensor.detach, allow_frozen=True), "loss": loss}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_speedkit.optimize.batch_split import join_outputs, samples_of, split_batch
+from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 
 
 class Pair(NamedTuple):
@@ -34,6 +34,8 @@ def test_pieces_are_as_equal_as_can_be_and_views() -> None:
     assert [len(piece) for piece in split_batch(x, 1)] == [1] * 10
     assert [len(piece) for piece in split_batch(x, 99)] == [10]
     assert [len(piece) for piece in split_batch(x[:0], 3)] == [0]
+    alone = {"x": torch.tensor(1.0), "y": torch.tensor(2)}  # one sample
+    assert (samples_of(alone), split_batch(alone, 1)) == (1, [alone])
 
 
 def test_structures_are_kept() -> None:
@@ -109,6 +111,23 @@ def test_lists_of_single_samples() -> None:
     assert samples_of((["a", "b"], ["c", "d"])) == 2
 
 
+def test_rows_of_a_detector_are_samples_whatever_their_lengths_are() -> None:
+    images, targets = (torch.zeros(3, 4, 4), torch.ones(3, 4, 4)), ({"boxes": torch.zeros(3, 4)},) * 2
+    first, second = split_batch((images, targets), 1)  # as zip(*samples) makes it; each tensor has a length of 3
+    assert samples_of((images, targets)) == 2
+    assert (first[0][0] is images[0], second[0][0] is images[1], len(first[1])) == (True, True, 1)
+    assert samples_of({"one": {"x": torch.zeros(5, 2)}, "other": [torch.zeros(5), torch.zeros(5, 3)]}) == 5
+
+
+def test_names_beside_images_that_torch_collated() -> None:
+    batch = torch.utils.data.default_collate([(torch.tensor([i]), f"name {i}", i) for i in range(3)])
+    assert type(batch[1]) is tuple
+    pieces = split_batch(batch, 2)
+    assert [tuple(piece[1]) for piece in pieces] == [("name 0", "name 1"), ("name 2",)]
+    assert [piece[2].tolist() for piece in pieces] == [[0, 1], [2]]
+    assert split_batch({"x": torch.zeros(2, 1), "size": (20, 30)}, 1)[0]["size"] == (20, 30)
+
+
 class _Graph:
     """Holds tensors in a way that nothing here knows."""
 
@@ -133,38 +152,3 @@ def test_what_cannot_be_split_says_so(batch: Any, kind: type[Exception], message
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="size=0 must be 1 or more"):
         split_batch(torch.zeros(3), 0)
-
-
-def test_outputs_are_joined_to_those_of_the_whole_batch() -> None:
-    def output(x: Tensor) -> dict[str, Any]:
-        return {"loss": x.mean(), "y": 2 * x, "names": [str(v) for v in x.tolist()], "pair": (x.mean().item(), None)}
-
-    x = torch.arange(5.0)
-    joined = join_outputs([output(piece) for piece in split_batch(x, 2)], [2, 2, 1])
-    whole = output(x)
-    assert joined["loss"].item() == pytest.approx(whole["loss"].item())
-    assert torch.equal(joined["y"], whole["y"])
-    assert joined["names"] == whole["names"]
-    assert joined["pair"] == pytest.approx(whole["pair"])
-    assert join_outputs([None, None], [1, 2]) is None
-    assert join_outputs(["a", "a"], [1, 2]) == "a"
-
-
-@pytest.mark.parametrize(
-    "outputs", [[torch.zeros(3, 2), torch.zeros(4, 2)], [1, None], ["a", "b"], [{"a": 1.0}, {"b": 1.0}], [3, 4]]
-)
-def test_outputs_that_cannot_be_joined_say_so(outputs: list[Any]) -> None:
-    with pytest.raises(ValueError, match="cannot be joined"):
-        join_outputs(outputs, [1, 1])
-
-
-@pytest.mark.parametrize("weights", [[0.25, 0.0, 0.75], [torch.tensor(1), torch.tensor(0), torch.tensor(3)]])
-def test_means_are_by_weight_where_there_are_weights(weights: list[Any]) -> None:
-    values = [1.0, float("nan"), 5.0]
-    outputs = [{"loss": torch.tensor(value), "number": value, "rows": torch.full((2,), value)} for value in values]
-    joined = join_outputs(outputs, [2, 2, 2], weights)
-    assert (joined["loss"].item(), joined["number"]) == (4.0, 4.0)
-    assert len(joined["rows"]) == 6
-    assert join_outputs([torch.tensor(1), torch.tensor(4)], [2, 1]).item() == 2.0  # of whole numbers
-    third = torch.tensor(1 / 3, dtype=torch.float64)
-    assert join_outputs([third, 4 * third], [2, 1]).item() == pytest.approx(2 / 3, rel=1e-15)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import ctypes
+import resource
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_speedkit.optimize.accumulate import AccumulationScheduler
 from lightning_speedkit.optimize.micro_batch import AutoMicroBatch
 from tests.optimize.line import trainer
 from tests.optimize.scarce_memory import MESSAGE, Scarce, batches, fit, loader, plain, weights
-from tests.two_ranks import ROOT
+from tests.preloaded import run_forked
 
 SIZES = (8, 8, 5, 8, 3, 7)
 FAULTS = {
@@ -278,48 +279,44 @@ def test_arguments_out_of_range_are_refused(options: Any, message: str) -> None:
         AutoMicroBatch(**options)
 
 
-_REAL = """
-import resource, sys, torch
-from lightning_speedkit.optimize.micro_batch import AutoMicroBatch
-from tests.optimize.line import trainer
-from lightning.pytorch import LightningModule
-from torch import nn
-
-class Deep(LightningModule):
-    def __init__(self):
+class _Deep(LightningModule):
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(48)])
-        self.sizes = []
-    def training_step(self, batch, batch_idx):
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.sizes.append(len(batch))
-        return self.net(batch).square().mean()
-    def configure_optimizers(self):
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-torch.set_num_threads(1)
-data = torch.utils.data.DataLoader(torch.randn(2 * 2**15, 64), batch_size=2**15)  # 8 MiB for each activation
-model, callback = Deep(), AutoMicroBatch()
-run = trainer(callback, limit_train_batches=2)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
-run.fit(model, data)
-print("limit", callback.micro_batch_size, "sizes", *model.sizes)
-"""
+
+def _fit_in_little_memory() -> None:
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    torch.set_num_threads(1)
+    data = torch.utils.data.DataLoader(torch.randn(2 * 2**14, 64), batch_size=2**14)  # type: ignore[arg-type]
+    model, callback = _Deep(), AutoMicroBatch()  # 4 MiB for each activation
+    run = trainer(callback, limit_train_batches=2)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
+    run.fit(model, data)
+    print("limit", callback.micro_batch_size, "sizes", *model.sizes)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
 def test_real_memory_of_the_host_that_runs_out() -> None:
-    """384 MiB of activations where 200 MiB are left, or fewer: a failed pass has to give its memory back.
+    """192 MiB of activations where 100 MiB are left, or fewer: a failed pass has to give its memory back.
 
     How many samples fit depends on the machine.
     """
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system
-    command = [sys.executable, "-c", _REAL]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = run_forked(_fit_in_little_memory, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     limit, sizes = done.stdout.split("limit")[1].split("sizes")
     first, *rest = [int(size) for size in sizes.split()]
-    assert first == 2**15
-    assert int(limit) < 2**15
-    pieces = 2**15 // int(limit)
+    assert first == 2**14
+    assert int(limit) < 2**14
+    pieces = 2**14 // int(limit)
     assert rest[-pieces:] == [int(limit)] * pieces  # of the second batch, which is complete

@@ -172,6 +172,6 @@ def test_a_step_that_is_put_back_is_parameter_by_parameter_only_for_its_time() -
         closure()
         step()
 
-    step_with_retry(optimizer, closure_step, lambda: None, device=CPU, copy_bytes=1e6, one_by_one=True)
+    step_with_retry(optimizer, closure_step, lambda: None, device=CPU, copy_bytes=1e6, one_by_one=lambda: True)
     assert calls == [False, False]
     assert optimizer.param_groups[0]["foreach"] is True
