@@ -66,7 +66,7 @@ PRESETS: tuple[Preset, ...] = (
     _preset("guard-spikes", "Steps whose loss spikes are skipped and counted.", Part(SpikeGuard, {})),
     _preset(
         "guard-rollback",
-        "A loss spike brings back the weights of 50 to 100 steps ago.",
+        "A loss spike brings back the weights of up to 100 steps ago, in a short run of a few.",
         Part(SpikeGuard, {"action": "rollback"}),
     ),
     _optimizer("adamw", "Fused AdamW in place of your module's optimizer of the Adam family, at its learning rate."),

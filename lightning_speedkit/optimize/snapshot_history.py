@@ -2,8 +2,7 @@
 
 What it does: a spike may show some steps after what caused it, so the newest snapshot may hold the harm already. Of
 two, the older one is between one and two intervals old; before the first interval is over, and after a way back, there
-is only one, which is younger. What it costs: the memory of two snapshots, which is used
-again and again, or two files.
+is only one, which is younger. What it costs: the memory of two snapshots, which is used again and again, or two files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,19 @@ from torch import nn
 
 from lightning_speedkit.optimize.snapshot import Snapshot
 
-__all__ = ["SnapshotHistory"]
+__all__ = ["SnapshotHistory", "snapshot_interval"]
+
+
+def snapshot_interval(steps: float) -> int:
+    """How many optimizer steps apart snapshots are in a run of so many: a hundredth, at least 3 and at most 50.
+
+    Going back to the older of two snapshots then costs a fiftieth of the run at most, if that is 6 steps or more. Where
+    nobody knows how many steps there are, Lightning says infinity or -1, and it is 50.
+
+    >>> snapshot_interval(370), snapshot_interval(2000), snapshot_interval(float("inf"))
+    (3, 20, 50)
+    """
+    return int(max(3, min(50, steps // 100))) if steps >= 0 else 50
 
 
 class SnapshotHistory:

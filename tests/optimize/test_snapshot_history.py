@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_speedkit.optimize.snapshot_history import SnapshotHistory
+from lightning_speedkit.optimize.snapshot_history import SnapshotHistory, snapshot_interval
 
 
 class _Run:
@@ -54,3 +55,11 @@ def test_ranks_have_files_of_their_own(tmp_path: Path) -> None:
         _Run(SnapshotHistory(1, str(tmp_path), rank)).go(2)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == [f"spike_guard_rank{rank}_{slot}.pt" for rank in range(2) for slot in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"),
+    [(1, 3), (399, 3), (400, 4), (2_599, 25), (5_000, 50), (10_000, 50), (math.inf, 50), (-1, 50)],
+)
+def test_snapshots_are_a_hundredth_of_the_run_apart(steps: float, every: int) -> None:
+    assert snapshot_interval(steps) == every

@@ -13,38 +13,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_speedkit.errors import DivergenceError
-from lightning_speedkit.optimize import non_finite_guard
-from lightning_speedkit.optimize.accumulate import AccumulationScheduler
+from lightning_speedkit.optimize import non_finite_guard_run
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
-from lightning_speedkit.optimize.spike_guard import SpikeGuard, is_spike
-from tests.optimize.line import Line, loader, trainer
+from lightning_speedkit.optimize.spike_guard import SpikeGuard
+from tests.optimize.line import Line, Stream, loader, trainer
 
 NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("loss", "recent", "arguments", "expected"),
-    [
-        (2.99, [1.0, 1.0], {}, False),
-        (3.0, [1.0, 1.0], {}, True),
-        (3.5, [1.0, 1.0, 4.0], {}, False),  # better than the last one, and less than 3 times the mean of 2
-        (5.0, [1.0, 1.0, 6.0], {"threshold": 0.5}, False),  # better than the last one
-        (3.0, [1.0, 1.0], {"threshold": 3.0}, False),
-        (0.9, [0.1, 0.1], {"margin": 1.0}, False),
-        (1.2, [0.1, 0.1], {"margin": 1.0}, True),
-        (-0.5, [-1.0, -1.0], {}, False),
-        (1.0, [-1.0, -1.0], {}, True),
-        (-5.0, [1.0, 1.0], {}, False),
-        (1e9, [], {}, False),
-        (math.inf, [], {}, True),
-        (-math.inf, [1.0], {}, True),
-        (NAN, [1.0], {}, True),
-    ],
-)
-def test_what_is_a_spike(loss: float, recent: list[float], arguments: dict[str, float], expected: bool) -> None:
-    assert is_spike(loss, recent, **arguments) is expected
 
 
 class _Net(Line):
@@ -88,7 +65,7 @@ def fit(data: list[Tensor], *callbacks: Callback, model: Any = None, **options: 
     return model
 
 
-def _assert_equal(one: nn.Module, other: nn.Module) -> None:
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
@@ -97,7 +74,7 @@ def test_a_skipped_spike_leaves_no_trace() -> None:
     with pytest.warns(UserWarning, match="A spike in epoch 0: a loss of nan") as told:
         found = fit(batches(spikes=spikes), guard, model=_Net(0.9))
     assert len([w for w in told if "spike" in str(w.message)]) == 1
-    _assert_equal(found, fit(without(batches(), *spikes), model=_Net(0.9)))
+    assert_equal(found, fit(without(batches(), *spikes), model=_Net(0.9)))
     assert guard.spikes == 4
     assert found.counted[-1] == 20
 
@@ -110,7 +87,7 @@ def test_before_the_window_is_full_only_what_is_not_finite_is_a_spike() -> None:
 
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_clean_run_is_unchanged_to_the_bit(action: str) -> None:
-    _assert_equal(fit(batches(), SpikeGuard(action, window=3)), fit(batches()))
+    assert_equal(fit(batches(), SpikeGuard(action, window=3)), fit(batches()))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -123,39 +100,44 @@ def test_a_rollback_goes_on_from_the_snapshot(on_disk: bool, other: Callback | N
     callbacks = [guard] if other is None else [other, guard]
     with pytest.warns(UserWarning, match="the weights of 6 steps ago are restored"):
         found = fit(batches(spikes={14: 100.0, 15: NAN}), *callbacks)
-    _assert_equal(found, fit(without(batches(), *range(8, 16))))
+    assert_equal(found, fit(without(batches(), *range(8, 16))))
+    assert (guard.spikes, guard.taken_back, len(guard.state_dict()["recent"])) == (2, 6, 16)
     assert found.counted[-1] == 22  # steps that were taken back were steps; the two spikes were none
     assert list(tmp_path.rglob("*.pt")) == []
 
 
-def test_the_loss_of_a_window_is_the_mean_of_its_micro_batches() -> None:
-    """A micro-batch of 6 in a window of 2 is a mean of 3.5 and a spike; one of 4 is 2.5 and none."""
-    guard = SpikeGuard(window=3)
-    found = fit(batches(23, {9: 6.0, 13: 4.0, 22: 9.0}), guard, AccumulationScheduler(2))
-    assert guard.spikes == 2  # the last window is short
-    plain = fit(without(batches(23, {13: 4.0}), 8, 9, 22), AccumulationScheduler(2))
-    _assert_equal(found, plain)
+@pytest.mark.parametrize(("knows_its_length", "taken_back"), [(True, 5), (False, 50)])
+def test_without_snapshot_every_it_goes_by_the_length_of_the_run(knows_its_length: bool, taken_back: int) -> None:
+    """Batch 50 spikes: the snapshots are of 45 and 48 steps, or of 0 and 50."""
+    guard, data = SpikeGuard("rollback"), batches(60, {50: 1e4})
+    trainer(guard).fit(_Net(), loader(data) if knows_its_length else DataLoader(Stream(data), batch_size=None))
+    assert (guard.spikes, guard.taken_back) == (1, taken_back)
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "options", "sizes"),
-    [
-        (None, {"accumulate_grad_batches": 3}, [3, 3, 3, 3]),
-        (AccumulationScheduler(3), {}, [3, 3, 3, 3]),
-        (AccumulationScheduler({0: 1, 2: 4, 4: 2}, unit="step"), {}, [1, 1, 4, 4, 2]),
-        (AccumulationScheduler(target_batch=5), {}, [3, 2, 3, 2, 2]),  # of 2, 2, 2, 3, 2, 2, 2, 2, 3, 2, 2, 2 samples
-    ],
-)
-def test_the_mean_is_right_whatever_the_loss_is_divided_by(accumulation: Any, options: Any, sizes: list[int]) -> None:
-    """With a learning rate of 0 the loss of a micro-batch is the mean of its numbers, about 1: nothing is a spike."""
-    data = [torch.ones(3 if place in (3, 8) else 2) + place / 100 for place in range(12)]
-    guard = SpikeGuard(threshold=0.5, window=2, max_in_a_row=1)
-    run = trainer(guard, *([] if accumulation is None else [accumulation]), **options)
-    run.fit(Line(lr=0.0, dtype=torch.float32), loader(data))
-    assert guard.spikes == 0
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    means = [1 + sum(range(start, start + size)) / size / 100 for start, size in zip(starts, sizes, strict=True)]
-    assert guard.state_dict()["recent"] == pytest.approx(means[-2:], rel=1e-6)
+class _Harmed(_Net):
+    """The gradient of one batch is far too large, and its loss as any other."""
+
+    harmed = 26
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1e6 * (loss - loss.detach()) if batch_idx == self.harmed else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_after_a_rollback_it_compares_with_the_losses_before_the_snapshot() -> None:
+    """Those are about 100, so those of about 100 that follow are no spikes; beside the last ones, of 1, they would be.
+
+    Batch 26 does the harm, batch 27 shows it; the snapshots are of steps 20 and 24, and the latter is 3 steps old."""
+    data = batches(40, {place: 100.0 for place in range(40) if place not in (24, 25, 26)})
+    guard = SpikeGuard("rollback", window=2, deviations=0, snapshot_every=4)
+    found = fit(data, guard, model=_Harmed())
+    assert (guard.spikes, guard.taken_back) == (1, 7)
+    unharmed = _Harmed()
+    unharmed.harmed = -1
+    assert_equal(found, fit(without(data, *range(20, 28)), model=unharmed))
 
 
 class _Fused(_Net):
@@ -184,12 +166,12 @@ def test_two_guards_count_a_step_that_both_skip_once(
 ) -> None:
     """On CUDA the other guard learns of it a step later, when this one has undone it."""
     if fused_late:
-        monkeypatch.setattr(non_finite_guard, "is_read_freely", lambda flag: False)
+        monkeypatch.setattr(non_finite_guard_run, "is_read_freely", lambda flag: False)
     guard, other = SpikeGuard(action, window=5, snapshot_every=4 if action == "rollback" else None), NonFiniteGuard()
     net = _Fused() if fused_late else _Net()
     found = fit(batches(spikes={14: NAN}), other, guard, model=net)
     gone = [14] if action == "skip" else range(8, 15)
-    _assert_equal(found, fit(without(batches(), *gone), model=type(net)()))
+    assert_equal(found, fit(without(batches(), *gone), model=type(net)()))
     assert found.counted[-1] == found.trainer.global_step == 23
     assert (other.skipped_steps, guard.spikes) == (1, 1)
 
@@ -218,7 +200,7 @@ def test_its_state_and_what_is_logged() -> None:
     fresh.load_state_dict(guard.state_dict())
     assert fresh.state_dict() == guard.state_dict()
     assert guard.state_dict()["in_a_row"] == 1
-    assert len(guard.state_dict()["recent"]) == 4
+    assert len(guard.state_dict()["recent"]) == 22
 
 
 @pytest.mark.parametrize(
@@ -230,6 +212,7 @@ def test_its_state_and_what_is_logged() -> None:
         ({"threshold": -1.0}, ValueError, r"threshold=-1\.0 must be 0 or more"),
         ({"threshold": "2"}, TypeError, "got str"),
         ({"margin": NAN}, ValueError, "margin=nan"),
+        ({"deviations": -1}, ValueError, "deviations=-1 must be 0 or more"),
         ({"threshold": math.inf}, ValueError, "threshold=inf"),
         ({"window": 0}, ValueError, "window=0"),
         ({"action": "rollback", "snapshot_every": 1.5}, TypeError, r"snapshot_every=1\.5"),
