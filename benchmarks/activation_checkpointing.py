@@ -76,6 +76,7 @@ def main() -> None:
         baseline="plain",
         rounds=options.rounds,
         warmup=options.warmup,
+        forked=options.smoke,
         results=options.results,
     )
 

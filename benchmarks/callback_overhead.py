@@ -137,6 +137,7 @@ def main() -> None:
         baseline="plain",
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         results=arguments.results,
     )
 

@@ -149,6 +149,7 @@ def main() -> None:
         variants,
         rounds=options.rounds,
         warmup=options.warmup,
+        forked=options.smoke,
         higher_is_better=("samples_per_second", "megabytes_per_second"),
         results=options.results,
     )

@@ -68,8 +68,9 @@ def main() -> None:
         baseline="files",
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         higher_is_better=["samples_per_second", "test_accuracy"],
-        environment={"OMP_NUM_THREADS": str(read_hardware("cpu").cpu_count)},
+        environment={"OMP_NUM_THREADS": "1" if arguments.smoke else str(read_hardware("cpu").cpu_count)},
         results=arguments.results,
     )
 

@@ -11,14 +11,12 @@ is recorded with its error and the others go on. Everything measured is in the r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,15 +26,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from benchmarks.worker import ROOT, call, last_line, without_paths
+from benchmarks.processes import forkable, run_process
+from benchmarks.result_table import print_result
+from benchmarks.worker import ROOT, call, last_line
 from lightning_speedkit.facts import write_json
 from lightning_speedkit.measure import read_hardware, read_versions
-from lightning_speedkit.report import format_number
 
 __all__ = ["SCHEMA_VERSION", "Variant", "benchmark_arguments", "print_result", "run_benchmark"]
 
@@ -51,12 +48,13 @@ _FAILURES_IN_A_ROW = 2  # after so many a variant is not run again
 class Variant:
     """One way to do it. ``function`` is ``"module:function"``; it is called with ``arguments``, which must be JSON, and
     returns a number for each metric. ``baseline`` names the variant to compare with, if not the benchmark's own; its
-    own name stands for none."""
+    own name stands for none. ``requires`` names a module without which it is not run."""
 
     name: str
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
+    requires: str | None = None
 
 
 def run_benchmark(
@@ -68,6 +66,7 @@ def run_benchmark(
     warmup: int = 1,
     timeout: float | None = None,
     in_process: bool = False,
+    forked: bool = False,
     higher_is_better: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     results: str | os.PathLike[str] = RESULTS,
@@ -78,8 +77,10 @@ def run_benchmark(
     ``timeout`` is in seconds for one run of one variant (600 if not given); its whole process group is killed then.
     ``environment`` is added to that of the processes, where ``OMP_NUM_THREADS=1`` is set unless it says otherwise.
     With ``in_process=True`` the functions are called here: nothing is fresh, and neither timeout nor environment apply.
+    ``forked=True`` is for smoke runs: the processes are forks of this one, which spares them the imports, as long as
+    this one has a single thread; with more (numpy starts some unless ``OMP_NUM_THREADS=1`` is set) they are fresh.
     """
-    _check(name, variants, baseline, rounds, warmup, timeout, in_process, environment)
+    _check(name, variants, baseline, rounds, warmup, timeout, in_process, forked, environment)
     added = {} if in_process else {**_ONE_THREAD, **(environment or {})}
     limit = _TIMEOUT if timeout is None else timeout
     console = console or Console()
@@ -93,7 +94,7 @@ def run_benchmark(
             if failures[variant.name] >= _FAILURES_IN_A_ROW:
                 runs[variant.name] = {"error": f"not run: it failed {_FAILURES_IN_A_ROW} times in a row"}
                 continue
-            run = _run_here(variant) if in_process else _run_in_process(variant, added, limit)
+            run = _run(variant, added, limit, in_process, forked)
             failures[variant.name] = failures[variant.name] + 1 if "error" in run else 0
             runs[variant.name] = run
         told["warmup" if number < 0 else "rounds"].append(
@@ -108,7 +109,7 @@ def run_benchmark(
         "versions": read_versions(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "environment": added,
-        "settings": {"rounds": rounds, "warmup": warmup, "timeout": limit, "in_process": in_process},
+        "settings": {"rounds": rounds, "warmup": warmup, "timeout": limit, "in_process": in_process, "forked": forked},
         "baseline": baseline,
         "higher_is_better": list(higher_is_better),
         "variants": [dataclasses.asdict(variant) for variant in variants],
@@ -119,36 +120,6 @@ def run_benchmark(
     print_result(content, console)
     console.print(Text(f"Written: {path}"), soft_wrap=True)
     return content
-
-
-def print_result(content: Mapping[str, Any], console: Console | None = None) -> None:
-    """The summary of a result file as a table for each metric."""
-    out = console or Console()
-    out.print(Text(f"{content['name']}, rounds: {content['settings']['rounds']}", style="bold"))
-    summary = content["summary"]
-    for metric in dict.fromkeys(metric for told in summary.values() for metric in told["metrics"]):
-        table = Table("variant", title=Text(metric), title_justify="left", box=box.SIMPLE_HEAD)
-        for column in ("median", "ratio", "quartiles", "min – max"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name, told in summary.items():
-            if metric in told["metrics"]:
-                median = format_number(told["metrics"][metric]["median"])
-                ratio = told["ratios"].get(metric)
-                label = Text(name) if ratio is None else Text(f"{name}\n  against {told['baseline']}")
-                table.add_row(label, median, *_ratio_cells(ratio))
-        out.print(table)
-    for name, told in summary.items():
-        for error in told["errors"]:
-            out.print(Text(f"{name}: {error}", style="red"))
-    out.print(Text("A ratio above 1 is better than the variant it is against. (?): unclear, the quartiles hold 1."))
-
-
-def _ratio_cells(ratio: Mapping[str, Any] | None) -> list[Text]:
-    if ratio is None:
-        return []
-    texts = [f"{ratio['median']:.3f}×{'' if ratio['clear'] else ' (?)'}"]
-    texts += [f"{ratio[low]:.3f}–{ratio[high]:.3f}" for low, high in (("q1", "q3"), ("min", "max"))]
-    return [Text(text) for text in texts]
 
 
 def benchmark_arguments(description: str, rounds: int = 5) -> argparse.Namespace:
@@ -178,6 +149,7 @@ def _check(
     warmup: int,
     timeout: float | None,
     in_process: bool,
+    forked: bool,
     environment: Mapping[str, str] | None,
 ) -> None:
     names = [variant.name for variant in variants]
@@ -192,8 +164,16 @@ def _check(
         raise ValueError(f"rounds={rounds} must be 1 or more, and warmup={warmup} 0 or more.")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout} must be above 0 seconds.")
-    if in_process and (timeout is not None or environment is not None):
-        raise ValueError("in_process=True cannot apply timeout or environment; leave them out.")
+    if in_process and (timeout is not None or environment is not None or forked):
+        raise ValueError("in_process=True cannot apply timeout or environment, nor fork; leave them out.")
+
+
+def _run(variant: Variant, added: Mapping[str, str], timeout: float, in_process: bool, forked: bool) -> dict[str, Any]:
+    if variant.requires is not None and importlib.util.find_spec(variant.requires) is None:
+        return {"error": f"{variant.requires} is not installed"}
+    if in_process:
+        return _run_here(variant)
+    return run_process(variant.function, variant.arguments, added, timeout, forked=forked and forkable())
 
 
 def _run_here(variant: Variant) -> dict[str, Any]:
@@ -203,42 +183,6 @@ def _run_here(variant: Variant) -> dict[str, Any]:
     except Exception as error:  # recorded, so that the others go on
         return {"error": last_line(error)}
     return {"metrics": metrics, "process_seconds": time.perf_counter() - start}
-
-
-def _run_in_process(variant: Variant, added: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        asked, answer, log = (Path(folder, name) for name in ("asked.json", "answer.json", "log.txt"))
-        asked.write_text(json.dumps({"function": variant.function, "arguments": dict(variant.arguments)}))
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        start = time.perf_counter()
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", str(asked), str(answer)],
-                env={**os.environ, **added, "PYTHONPATH": path},
-                cwd=folder,  # what a variant leaves behind goes with the folder
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _kill_group(process)
-        seconds = time.perf_counter() - start
-        if code == 0 and answer.exists():
-            told: dict[str, Any] = json.loads(answer.read_text())
-            return {**told, "process_seconds": seconds}
-        why = f"not done within {timeout:g} s: killed" if code is None else f"the process ended with exit code {code}"
-        return {"error": f"{why}\n{without_paths(log.read_text(errors='replace')[-2000:])}".strip()}
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what the process has left running
-    process.wait()
 
 
 def _summary(

@@ -34,8 +34,8 @@ def main() -> None:
             [Variant("lightning_speedkit", "benchmarks.import_time:measure", {"module": "lightning_speedkit"})],
             rounds=options.rounds,
             warmup=options.warmup,
-            # the warm-up run fills the cache; the folder of the sources may be one that must not be written to
-            environment={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache},
+            # the warm-up run, which a smoke run has not, fills the cache; the sources may lie where none may be written
+            environment=None if options.smoke else {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache},
             results=options.results,
         )
 

@@ -58,7 +58,7 @@ def main() -> None:
 
     names = ("fp32", "bf16-mixed", "fp16-mixed")
     names = tuple(name for name in names if not can_run(presets.get(name), read_hardware()))
-    steps = 16 if options.smoke else 80
+    steps, threads = (8, 1) if options.smoke else (80, len(os.sched_getaffinity(0)))
     run_benchmark(
         "precision",
         [
@@ -68,7 +68,8 @@ def main() -> None:
         ],
         rounds=options.rounds,
         warmup=options.warmup,
-        environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+        forked=options.smoke,
+        environment={"OMP_NUM_THREADS": str(threads)},
         results=options.results,
     )
 

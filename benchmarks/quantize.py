@@ -178,6 +178,7 @@ def main() -> None:
         variants(**(smoke if arguments.smoke else {})),
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         higher_is_better=["test_accuracy"],
         results=arguments.results,
     )

@@ -79,6 +79,7 @@ def main() -> None:
             baseline="plain copy",
             rounds=options.rounds,
             warmup=options.warmup,
+            forked=options.smoke,
             higher_is_better=["bytes_per_second"],
             results=options.results,
         )

@@ -113,6 +113,7 @@ def main() -> None:
         baseline="tensors, none",
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         higher_is_better=("samples_per_second",),
         results=arguments.results,
     )

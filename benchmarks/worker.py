@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "call", "last_line", "without_paths"]
+__all__ = ["ROOT", "answer", "call", "last_line", "without_paths"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,14 +41,15 @@ def without_paths(text: str) -> str:
     return text
 
 
-def _main(asked: str, answer: str) -> None:
-    function = json.loads(Path(asked).read_text())
+def answer(asked: Path, told: Path) -> None:
+    """Call the function that the file ``asked`` names, and write its ``metrics`` or the ``error`` to ``told``."""
+    function = json.loads(asked.read_text())
     try:
-        told: dict[str, Any] = {"metrics": call(function["function"], function["arguments"])}
+        found: dict[str, Any] = {"metrics": call(function["function"], function["arguments"])}
     except Exception as error:  # the harness records it
-        told = {"error": last_line(error)}
-    Path(answer).write_text(json.dumps(told))
+        found = {"error": last_line(error)}
+    told.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    answer(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -105,6 +105,7 @@ def main() -> None:
         baseline=usual[1],
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         higher_is_better=["samples_per_second", "bytes_per_second"],
         results=arguments.results,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.data.bars import Bar, held_against
@@ -11,7 +13,14 @@ from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 __all__ = ["PEERS", "bars", "run", "variants"]
 
-PEERS = ("litdata", "webdataset", "mds", "hugging_face", "ffcv")
+PEERS = {  # and their modules
+    "litdata": "litdata",
+    "webdataset": "webdataset",
+    "mds": "streaming",
+    "hugging_face": "datasets",
+    "ffcv": "ffcv",
+}
+_ELSEWHERE = "FFCV_PYTHON"  # the environment variable that names a Python with FFCV
 _BARE = {"tensors": "copying", "large": "copying", "images": "decoding"}
 _MEASURE = "benchmarks.data.measuring:measure"
 _TRAINER = "benchmarks.data.through_trainer:measure"
@@ -48,10 +57,12 @@ def variants(data: str, *, epochs: int, small: bool) -> list[Variant]:
         variant("naive LMDB, 2 workers, Trainer", "naive.lmdb", 2, _TRAINER),
         variant("one file per sample, 2 workers", "naive.files", 2),
     ]
-    for peer in PEERS:
+    for peer, module in PEERS.items():
         function = "benchmarks.data.measuring:elsewhere" if peer == "ffcv" else _MEASURE
-        more = {"interpreter": "FFCV_PYTHON"} if peer == "ffcv" else {}
-        found.append(variant(f"{peer}, 2 workers", f"peers.{peer}", 2, function, **more))
+        more = {"interpreter": _ELSEWHERE} if peer == "ffcv" else {}
+        here = peer != "ffcv" or not os.environ.get(_ELSEWHERE)
+        added = variant(f"{peer}, 2 workers", f"peers.{peer}", 2, function, **more)
+        found.append(replace(added, requires=module if here else None))
     return found
 
 
@@ -61,12 +72,9 @@ def bars(data: str) -> list[Bar]:
     def bar(least: float, against: str) -> Bar:
         return Bar(f"{data}: ours over {against}", "ours, 2 threads", against, least=least)
 
-    def ahead(*peers: str) -> list[Bar]:
-        return [bar(1.0, f"{peer}, 2 workers") for peer in peers]
-
     if data == "tensors":
-        naive = bar(10, "naive LMDB, 2 workers")
-        return [bar(0.65, "limit, 1 thread"), naive, bar(1.1, "ffcv, 2 workers"), *ahead(*PEERS[:-1])]
+        peers = [bar(1.1 if peer == "ffcv" else 1.0, f"{peer}, 2 workers") for peer in PEERS]
+        return [bar(0.65, "limit, 1 thread"), bar(10, "naive LMDB, 2 workers"), *peers]
     if data == "large":
         return [bar(1.0, "limit, 1 thread"), bar(10, "naive LMDB, 2 workers"), bar(2, "ffcv, 2 workers")]
     return [bar(0.90, "limit, 2 threads"), bar(2, "ffcv, 2 workers"), bar(2, "litdata, 2 workers")]
@@ -83,6 +91,7 @@ def run(data: str) -> None:
         baseline="naive LMDB, 2 workers",
         rounds=arguments.rounds,
         warmup=arguments.warmup,
+        forked=arguments.smoke,
         timeout=600,
         higher_is_better=["samples_per_second", "bytes_per_second"],
         results=arguments.results,

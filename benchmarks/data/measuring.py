@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data.datasets import Data, dataset
+from benchmarks.processes import descendants
 from benchmarks.worker import ROOT
 
 __all__ = ["Batches", "checked", "cpu_seconds", "elsewhere", "held_bytes", "measure"]
@@ -97,7 +98,7 @@ def cpu_seconds() -> float:
     own = os.times()
     ticks = os.sysconf("SC_CLK_TCK")
     total = own.user + own.system + own.children_user + own.children_system
-    for process in _descendants(os.getpid()):
+    for process in descendants(os.getpid()):
         try:
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -109,7 +110,7 @@ def cpu_seconds() -> float:
 def held_bytes() -> int:
     """Memory of this process and its descendants that is not a cached file: anonymous, and shared between them once."""
     total = 0
-    for process in [os.getpid(), *_descendants(os.getpid())]:
+    for process in [os.getpid(), *descendants(os.getpid())]:
         try:
             rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
         except OSError:
@@ -139,15 +140,3 @@ def _warm_up(epoch: Batches, data: Data) -> int:
 def _all_there(samples: int, data: Data) -> None:
     if samples != data.samples:
         raise ValueError(f"{samples} samples came in an epoch of {data.samples}.")
-
-
-def _descendants(process: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        try:
-            children = [int(child) for child in (task / "children").read_text().split()]
-        except OSError:
-            continue
-        for child in children:
-            found += [child, *_descendants(child)]
-    return found

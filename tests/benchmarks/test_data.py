@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from benchmarks.data.bars import Bar, held_against
 from benchmarks.data.datasets import NAMES, Data, dataset
 from benchmarks.data.loading import PEERS, bars, variants
 from benchmarks.data.tables import table
+from tests.benchmarks.conftest import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 RAW = ("limits.copying", "ours.threads", "ours.processes", "ours.inline", "naive.lmdb", "naive.files")
 IMAGES = ("limits.decoding", "limits.coarse_decoding", *RAW[1:])
-MODULES = {"mds": "streaming", "hugging_face": "datasets"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,7 @@ def test_floats_too(way: str) -> None:
 @pytest.mark.parametrize("data", NAMES)
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_gives_every_sample_once(data: str, peer: str) -> None:
-    pytest.importorskip(MODULES.get(peer, peer))
+    pytest.importorskip(PEERS[peer])
     code = f"""if __name__ == "__main__":
     from benchmarks.data.measuring import checked
     checked("benchmarks.data.peers.{peer}", "{data}", workers=2)
@@ -178,14 +179,19 @@ def test_every_bar_is_about_variants_that_run(data: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["tensors", "large", "images", "cold", "memory"])
-def test_smoke_run(script: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", f"benchmarks.data.{script}", "--smoke", "--results", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+def test_smoke_run(script: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    arguments = {"module": f"benchmarks.data.{script}", "arguments": ["--smoke", "--results", str(tmp_path)]}
+    folder = os.environ["SPEEDKIT_BENCHMARK_DATA"]
+    told = fork_server.run("script", arguments, timeout=250, SPEEDKIT_BENCHMARK_DATA=folder)
+    assert told.get("metrics") == {"done": 1}, told
     content = json.loads((tmp_path / f"data_{script}.json").read_text())
-    installed = [name for name in content["summary"] if name.split(",")[0] not in PEERS]
-    assert {name: content["summary"][name]["errors"] for name in installed} == {name: [] for name in installed}
+    installed = [v["name"] for v in content["variants"] if not v["requires"] or find_spec(v["requires"])]
+    summary = content["summary"]
+    assert {name: summary[name]["errors"] for name in installed} == {name: [] for name in installed}
+    assert all(summary[name]["metrics"] for name in installed)
+    for variant in content["variants"]:
+        if variant["name"] not in installed:
+            assert summary[variant["name"]]["errors"] == [f"{variant['requires']} is not installed"]
     assert content["bars"]
 
 

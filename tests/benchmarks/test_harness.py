@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from rich.console import Console
@@ -23,6 +25,29 @@ def tiny(name: str, function: str, /, baseline: str | None = None, **arguments: 
 def run(tmp_path: Path, variants: list[Variant], **settings: Any) -> dict[str, Any]:
     quiet = Console(file=io.StringIO())
     return run_benchmark("test", variants, **{"results": tmp_path, "console": quiet, "in_process": True, **settings})
+
+
+class Apart(Protocol):
+    """:func:`run` with processes, fresh or forked."""
+
+    def __call__(self, variants: list[Variant], **settings: Any) -> dict[str, Any]: ...
+
+
+@pytest.fixture(params=["fresh", "forked"])
+def apart(request: pytest.FixtureRequest, tmp_path: Path) -> Apart:
+    def fresh(variants: list[Variant], **settings: Any) -> dict[str, Any]:
+        return run(tmp_path, variants, in_process=False, **settings)
+
+    def forked(variants: list[Variant], **settings: Any) -> dict[str, Any]:
+        server = request.getfixturevalue("fork_server")
+        asked = {"variants": [asdict(variant) for variant in variants], "settings": settings}
+        told = server.run("harness", {**asked, "results": str(tmp_path)}, timeout=100)
+        assert told.get("metrics") == {"forkable": 1}, told
+        content: dict[str, Any] = json.loads((tmp_path / "test.json").read_text())
+        assert content["settings"]["forked"]
+        return content
+
+    return fresh if request.param == "fresh" else forked
 
 
 def gone(pid: int) -> bool:
@@ -86,24 +111,56 @@ def test_a_variant_may_have_its_own_baseline(tmp_path: Path) -> None:
     assert [summary[name]["ratios"].get("seconds", {}).get("median") for name in "abc"] == [None, 2.0, 2.0]
 
 
-def test_each_run_is_a_fresh_process_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_is_its_own_process_on_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: Apart
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     variants = [tiny("a", "process"), tiny("b", "process")]
-    content = run(tmp_path, variants, in_process=False, warmup=0, rounds=2)
+    content = apart(variants, warmup=0, rounds=2)
     runs = [told["runs"][name]["metrics"] for told in content["rounds"] for name in "ab"]
     assert len({metrics["pid"] for metrics in runs} | {os.getpid()}) == 5
     assert [metrics["calls"] for metrics in runs] == [1.0] * 4
     assert [metrics["threads"] for metrics in runs] == [1.0] * 4
+    assert [metrics["leads"] for metrics in runs] == [1.0] * 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test.json"]
-    chosen = run(tmp_path, variants[:1], in_process=False, rounds=1, warmup=0, environment={"OMP_NUM_THREADS": "2"})
+    chosen = apart(variants[:1], rounds=1, warmup=0, environment={"OMP_NUM_THREADS": "2"})
     assert chosen["rounds"][0]["runs"]["a"]["metrics"]["threads"] == 2.0
     assert chosen["environment"] == {"OMP_NUM_THREADS": "2"}
 
 
+def test_a_fork_has_what_is_imported_and_torchs_threads_as_asked(apart: Apart, request: pytest.FixtureRequest) -> None:
+    variants = [tiny("a", "torch_threads")]
+    content = apart(variants, warmup=0, rounds=1, environment={"OMP_NUM_THREADS": "2"})
+    forked = "forked" in request.node.name
+    assert content["rounds"][0]["runs"]["a"]["metrics"] == {
+        "imported": float(forked),
+        "threads": 2.0 if forked else 0.0,
+    }
+
+
 @pytest.mark.parametrize("in_process", [True, False])
-def test_a_failing_variant_is_recorded_and_the_others_go_on(tmp_path: Path, in_process: bool) -> None:
-    variants = [tiny("bad", "failing"), tiny("good", "known", value=2.0)]
-    content = run(tmp_path, variants, baseline="good", in_process=in_process, warmup=0, rounds=3)
+def test_a_module_that_is_not_there_costs_no_process(tmp_path: Path, in_process: bool) -> None:
+    variants = [
+        Variant("without", "no.such:function", requires="no_such_module"),
+        Variant("with", "tests.benchmarks.tiny:known", {"value": 2.0}, requires="json"),
+    ]
+    summary = run(tmp_path, variants, in_process=in_process, warmup=0, rounds=1)["summary"]
+    assert summary["without"]["errors"] == ["no_such_module is not installed"]
+    assert summary["with"]["metrics"]["seconds"]["median"] == 2.0
+
+
+def test_a_failing_variant_is_recorded_and_the_others_go_on_in_process(tmp_path: Path) -> None:
+    check_failing(run(tmp_path, FAILING, baseline="good", warmup=0, rounds=3))
+
+
+def test_a_failing_variant_is_recorded_and_the_others_go_on(apart: Apart) -> None:
+    check_failing(apart(FAILING, baseline="good", warmup=0, rounds=3))
+
+
+FAILING = [tiny("bad", "failing"), tiny("good", "known", value=2.0)]
+
+
+def check_failing(content: dict[str, Any]) -> None:
     bad, good = content["summary"]["bad"], content["summary"]["good"]
     assert bad["errors"] == ["ValueError: boom <b>", "not run: it failed 2 times in a row"]
     assert (bad["metrics"], bad["ratios"]) == ({}, {})
@@ -124,25 +181,39 @@ def test_a_single_failure_costs_its_round_only(tmp_path: Path) -> None:
     assert summary["new"]["ratios"]["seconds"]["n"] == 3
 
 
-def test_a_crash_is_told_with_the_last_words(tmp_path: Path) -> None:
-    content = run(tmp_path, [tiny("bad", "crashing")], in_process=False, warmup=0, rounds=1)
+def test_a_crash_is_told_with_the_last_words(apart: Apart) -> None:
+    content = apart([tiny("bad", "crashing"), tiny("exit", "exiting", code=3)], warmup=0, rounds=1)
     assert content["summary"]["bad"]["errors"] == ["the process ended with exit code -9\nlast words"]
+    assert content["summary"]["exit"]["errors"] == ["the process ended with exit code 3\nlast words"]
 
 
-def test_a_hanging_variant_is_killed_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_hanging_variant_is_killed_with_all_its_processes(tmp_path: Path, apart: Apart) -> None:
     pids = tmp_path / "pids"
     variants = [tiny("bad", "hanging", pids=str(pids)), tiny("good", "known", value=2.0)]
-    # long enough to start Python twice, also on a busy machine
-    content = run(tmp_path, variants, in_process=False, warmup=0, rounds=1, timeout=10.0)
-    assert content["summary"]["bad"]["errors"] == ["not done within 10 s: killed"]
+    # long enough to start Python, also on a busy machine
+    content = apart(variants, warmup=0, rounds=1, timeout=6.0)
+    assert content["summary"]["bad"]["errors"] == ["not done within 6 s: killed"]
     assert content["summary"]["good"]["metrics"]["seconds"]["median"] == 2.0
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
-def test_what_a_variant_leaves_running_is_ended(tmp_path: Path) -> None:
+def test_what_a_variant_leaves_running_is_ended(tmp_path: Path, apart: Apart) -> None:
     pids = tmp_path / "pids"
-    run(tmp_path, [tiny("a", "leaving_a_child", pids=str(pids))], in_process=False, warmup=0, rounds=1)
-    assert gone(int(pids.read_text()))
+    content = apart([tiny("a", "leaving_a_child", pids=str(pids))], warmup=0, rounds=1)
+    assert content["summary"]["a"]["errors"] == []
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_a_process_with_threads_is_not_forked(tmp_path: Path) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        content = run(tmp_path, [tiny("a", "process")], in_process=False, forked=True, warmup=0, rounds=1)
+    finally:
+        stop.set()
+        thread.join()
+    assert content["rounds"][0]["runs"]["a"]["metrics"]["imported"] == 0  # a fresh one
 
 
 @pytest.mark.parametrize("kind", ["none", "empty", "text", "nan"])
@@ -194,6 +265,7 @@ def test_its_own_name_as_baseline_compares_with_nothing(tmp_path: Path) -> None:
         ({"timeout": 0.0, "in_process": False}, "timeout=0.0"),
         ({"timeout": 5.0}, "cannot apply timeout"),
         ({"environment": {}}, "cannot apply timeout or environment"),
+        ({"forked": True}, "cannot .* fork"),
     ],
 )
 def test_wrong_settings_are_told(tmp_path: Path, settings: dict[str, Any], told: str) -> None:

@@ -31,7 +31,19 @@ def by_round(values: list[float], counter: str) -> dict[str, float]:
 def process() -> dict[str, float]:
     _called["process"] = _called.get("process", 0) + 1
     Path("left_behind.txt").write_text("x")
-    return {"pid": os.getpid(), "calls": _called["process"], "threads": float(os.environ.get("OMP_NUM_THREADS", 0))}
+    return {
+        "pid": os.getpid(),
+        "leads": float(os.getsid(0) == os.getpgrp() == os.getpid()),
+        "calls": _called["process"],
+        "threads": float(os.environ.get("OMP_NUM_THREADS", 0)),
+        "imported": float("torch" in sys.modules),
+    }
+
+
+def torch_threads() -> dict[str, float]:
+    """Torch's threads, if it is imported already."""
+    torch = sys.modules.get("torch")
+    return {"imported": float(torch is not None), "threads": float(torch.get_num_threads() if torch else 0)}
 
 
 def failing() -> dict[str, float]:
@@ -54,17 +66,27 @@ def crashing() -> dict[str, float]:
     return {}
 
 
+def exiting(code: int) -> dict[str, float]:
+    print("last words")
+    sys.exit(code)
+
+
 def hanging(pids: str) -> dict[str, float]:
-    """Hangs, with a grandchild that outlives it unless the whole group is killed."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(pids).write_text(f"{os.getpid()} {child.pid}")
+    """Hangs, with children in its session and in one of their own, which outlive it unless they are killed."""
+    children = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
+    Path(pids).write_text(" ".join(str(pid) for pid in (os.getpid(), *(child.pid for child in children))))
     time.sleep(600)
     return {}
 
 
 def leaving_a_child(pids: str) -> dict[str, float]:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(pids).write_text(str(child.pid))
+    """Leaves a program, and a fork that holds whatever this process has open."""
+    child = subprocess.Popen(["sleep", "600"])
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(600)
+        os._exit(0)
+    Path(pids).write_text(f"{child.pid} {fork}")
     return {"seconds": 1.0}
 
 
