@@ -6,7 +6,8 @@ and synchronised and after every callback has looked at them, before the optimiz
 are logged.
 
 When it helps: rare gradients that are far larger than the others and would undo what was learnt. What it costs: one
-pass over the gradients for the norm and one for the multiplication, as Lightning's own; no norm is read on the host.
+pass over the gradients for the norm and one for the multiplication, as Lightning's own; no norm is read on the host,
+and without a gradient scaler no hook is called per batch.
 
 How: during ``fit`` it takes the place of the precision plugin's ``clip_gradients``, which Lightning calls at that
 moment. So it also works where Lightning's raises: with fused optimizers under bf16 (Lightning #21435), whose
@@ -32,6 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.measure.lightning_hooks import BATCH_HOOKS, call_hooks, leave_logged, pass_over_hooks
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.optimize.clip_gradients import clip_by_norm, clip_by_value, clip_units, gradient_norm, spoil
 from lightning_speedkit.optimize.clip_thresholds import PercentileLimit, ZScoreLimit
@@ -41,6 +43,7 @@ from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit
 __all__ = ["GradientClipping"]
 
 
+_LOGGED = ("gradient_norm", "gradient_norm_clipped")
 _DEFAULT_LIMITS = {"norm": 1.0, "value": 1.0, "agc": 0.01, "zclip": 2.5, "percentile": 10.0}
 _OPTIONS = {"smoothing": "zclip", "warmup": "zclip", "history": "percentile"}
 
@@ -67,6 +70,7 @@ class GradientClipping(Callback):
         MisconfigurationException: At ``fit``: manual optimization, ``Trainer(gradient_clip_val=...)``, a second
             ``GradientClipping``, a module with its own ``configure_gradient_clipping``, DeepSpeed, or FSDP of the
             first version, whose gradients are flat shards.
+        ValueError: During ``fit``, with ``"agc"``: a sparse gradient that has no whole rows.
 
     Example:
 
@@ -110,7 +114,9 @@ class GradientClipping(Callback):
         elif by == "percentile":
             self._follow = PercentileLimit(self.limit, self.history)
         self._plugin: Any = None  # whose clip_gradients is ours for now
-        self._had_backward = False  # the batch in progress
+        self._has_logged = False  # in the last step
+        self._has_scaler = False
+        self._had_backward = False  # the batch in progress, under a scaler
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -125,6 +131,9 @@ class GradientClipping(Callback):
         self._put_back()
         self._plugin = trainer.precision_plugin
         self._plugin.clip_gradients = clip_gradients
+        self._has_scaler = getattr(self._plugin, "scaler", None) is not None
+        needed = {"on_train_batch_start", "on_before_backward"} if self._has_scaler else set()
+        pass_over_hooks(trainer, self, GradientClipping, *(name for name in BATCH_HOOKS if name not in needed))
 
     @override
     def on_train_batch_start(
@@ -158,16 +167,17 @@ class GradientClipping(Callback):
             self._follow.load_state_dict(state_dict)
 
     def _put_back(self) -> None:
+        call_hooks(self, *BATCH_HOOKS)
         if self._plugin is not None:
             vars(self._plugin).pop("clip_gradients", None)
             self._plugin = None
 
     def _clip(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if not parameters or (has_scaler and not self._had_backward):  # then Lightning neither unscales nor steps
+        if not parameters or (self._has_scaler and not self._had_backward):  # then Lightning takes no step
             return
-        scale, logs = _remaining_scale(trainer, optimizer, parameters), logs_this_step(trainer)
+        scale = _remaining_scale(trainer, optimizer, parameters) if self._has_scaler else 1.0
+        logs = logs_this_step(trainer)
         by_norm = self.by not in ("value", "agc")
         norm = _unscaled(gradient_norm(parameters), scale) if by_norm or logs else None
         factor = None
@@ -179,10 +189,13 @@ class GradientClipping(Callback):
             if isinstance(scale, Tensor):
                 spoil(parameters)
             clip_by_value(parameters, self.limit * scale)
+        if self._has_logged and not logs:
+            leave_logged(trainer, *_LOGGED)
+        self._has_logged = logs
         if norm is not None and logs:
-            pl_module.log("gradient_norm", norm)
             after = _unscaled(gradient_norm(parameters), scale) if factor is None else norm * factor
-            pl_module.log("gradient_norm_clipped", after)
+            for name, value in zip(_LOGGED, (norm, after), strict=True):
+                pl_module.log(name, value)
 
 
 def _remaining_scale(

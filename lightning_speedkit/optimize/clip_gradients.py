@@ -3,7 +3,8 @@
 What it does: it cuts gradients down in place. When it helps: rare gradients that are far larger than the others and
 would undo what was learnt. What it costs: a pass over the gradients for the norm and one for the multiplication; the
 host does not wait for the device. Sharded gradients (DTensor, as FSDP2 has them) are taken as the whole that they are
-part of. Call it after gradients are unscaled, before the optimizer steps.
+part of, and sparse ones (``nn.Embedding(sparse=True)``) as the dense ones that they stand for. Call it after gradients
+are unscaled, before the optimizer steps.
 
 Sources: Pascanu et al., On the difficulty of training recurrent neural networks, 2013 (norm); Brock et al.,
 High-Performance Large-Scale Image Recognition Without Normalization, 2021 (AGC: ratio 0.01, least weight norm 0.001).
@@ -33,7 +34,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     >>> gradient_norm([weight])
     tensor(5.)
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [_numbers(p.grad) for p in parameters if p.grad is not None]
     if gradients and all(type(gradient) is Tensor for gradient in gradients):
         return _norm_of(gradients, norm_type)
     alike: dict[Any, list[Tensor]] = defaultdict(list)  # by the mesh of their shards
@@ -48,6 +49,12 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def _norm_of(gradients: list[Tensor], norm_type: float) -> Tensor:
+    dtype, device = gradients[0].dtype, gradients[0].device
+    if dtype in (torch.float32, torch.float64) and all(
+        type(g) is Tensor and g.dtype is dtype and g.device == device for g in gradients
+    ):  # what get_total_norm does, without its sorting by device and kind
+        plain: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+        return plain
     if any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients):
         norms = [
             torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients
@@ -75,12 +82,17 @@ def clip_by_norm(parameters: Iterable[Tensor], limit: float | Tensor, norm: Tens
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters) if norm is None else norm
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
+    gradients = _local_gradients(parameters)
+    home = factor.device
+    if all(gradient.device == home for gradient in gradients):
+        torch._foreach_mul_(gradients, factor)
+        return factor
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for gradient in _local_gradients(parameters):
+    for gradient in gradients:
         by_device[gradient.device].append(gradient)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor if factor.device == device else factor.to(device))
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device))
     return factor
 
 
@@ -113,9 +125,12 @@ def clip_units(parameters: Iterable[Tensor], ratio: float | Tensor = 0.01, least
     """
     for parameter in parameters:
         if parameter.grad is not None:
-            allowed = _unit_norms(parameter.detach()).clamp(min=least) * ratio
-            found = _unit_norms(parameter.grad)
-            parameter.grad.mul_((allowed / found).clamp(max=1.0).where(found > allowed, 1.0))
+            weights, gradient = parameter.detach(), parameter.grad
+            if gradient.layout is not torch.strided:
+                weights, gradient = _units_of_sparse(parameter)
+            allowed = _unit_norms(weights).clamp(min=least) * ratio
+            found = _unit_norms(gradient)
+            gradient.mul_((allowed / found).clamp(max=1.0).where(found > allowed, 1.0))
 
 
 @torch.no_grad()
@@ -143,7 +158,37 @@ def _unit_norms(tensor: Tensor) -> Tensor:
     return norms.to(tensor.dtype)
 
 
+def _units_of_sparse(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a sparse gradient, to be changed in place, and those of the weights that they belong to."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise ValueError(
+            f"A gradient of layout {gradient.layout} and shape {tuple(gradient.shape)} has no whole rows, so it cannot "
+            "be clipped unit by unit. Clip by norm or by value, or use a dense gradient."
+        )
+    gradient = parameter.grad = gradient.coalesce()
+    weights = parameter.detach()
+    return weights[gradient.indices()[0]] if weights.ndim > 1 else weights, gradient.values()
+
+
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Of a sharded gradient the part that is here."""
-    gradients = (p.grad for p in parameters if p.grad is not None)
-    return [g if type(g) is Tensor or not hasattr(g, "to_local") else g.to_local() for g in gradients]
+    """The numbers of the gradients, to be changed in place: of a sharded one, those that are here."""
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+            gradient = parameter.grad = gradient.coalesce()
+        numbers: Any = _numbers(gradient)
+        is_whole = type(numbers) is Tensor or not hasattr(numbers, "to_local")
+        gradients.append(numbers if is_whole else numbers.to_local())
+    return gradients
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Of a sparse gradient those that are not zero: parts of one number that are kept apart are added first."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()

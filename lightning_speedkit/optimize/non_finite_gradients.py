@@ -7,11 +7,15 @@ pass over the gradients. Source: PyTorch ``GradScaler``, whose kernel it calls.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["can_skip_by_itself", "has_non_finite_gradient", "is_read_freely"]
+__all__ = ["can_skip_by_itself", "gradients_of", "has_non_finite_gradient", "is_read_freely", "non_finite_flag"]
+
+
+_ONE = torch.ones((), device="cpu")
 
 
 def has_non_finite_gradient(optimizer: torch.optim.Optimizer) -> Tensor:
@@ -25,7 +29,16 @@ def has_non_finite_gradient(optimizer: torch.optim.Optimizer) -> Tensor:
     >>> has_non_finite_gradient(torch.optim.SGD([weight]))
     tensor(1.)
     """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return non_finite_flag(gradients_of(optimizer))
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients that a step of this optimizer would take."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def non_finite_flag(gradients: Sequence[Tensor]) -> Tensor:
+    """:func:`has_non_finite_gradient` of the gradients themselves."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     is_sharded = False
     for gradient in gradients:
@@ -38,7 +51,8 @@ def has_non_finite_gradient(optimizer: torch.optim.Optimizer) -> Tensor:
         if device not in flags:
             flags[device] = torch.zeros((), device=device)
         # What GradScaler calls, here with a factor of exactly 1: one kernel where a norm takes several.
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], torch.ones((), device=device))
+        factor = _ONE if device.type == "cpu" else torch.ones((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor)
     first, *others = flags.values() or [torch.zeros(())]
     for other in others:
         first = first + other.to(first.device)

@@ -7,6 +7,7 @@ the guard. What it costs: one forward pass, on one device, and a copy of everyth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_speedkit.measure.samples import tensors_in
 
@@ -60,31 +62,41 @@ def explain_non_finite(trainer: pl.Trainer, pl_module: pl.LightningModule, batch
     """Say in a few words where a non-finite gradient came from, or ``None`` if that cannot be told.
 
     Leaves the module, its buffers and metrics, what was logged, and the random state as they are. A module that cannot
-    be copied, or whose ``training_step`` needs its Trainer, is not run again, and none is with several ranks, where
-    ``training_step`` may wait for the others; then the gradients have to tell.
+    be copied (sharded by FSDP2, say), or whose ``training_step`` needs its Trainer, is not run again; then the
+    gradients have to tell.
+
+    With several ranks each looks for itself and waits for no other: a ``training_step`` that communicates is not run
+    to its end. The rank that has it names itself. Rank 0 says what it can where it has no part in it; others get
+    ``None`` then.
     """
+    several, rank = trainer.world_size > 1, trainer.global_rank
+    found = _first_seen(trainer, pl_module, batch, batch_idx)
+    if found is not None and found != "":
+        return f"on rank {rank}, {found}" if several else found
+    bad = [name for name, p in pl_module.named_parameters() if p.grad is not None and not _all_finite([p.grad])]
+    if not bad or (several and rank != 0):
+        return None
+    or_before = ", or an earlier micro-batch of its window," if trainer.accumulate_grad_batches > 1 else ""
+    where = "the backward pass" if found == "" or not several else "the forward or backward pass"
+    if several:
+        where = f"another rank, which then names itself, or {where}" if found == "" else f"{where} of some rank"
+    return f"{where}{or_before} made it; the last parameter with such a gradient is {bad[-1]!r}"
+
+
+def _first_seen(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> str | None:
+    """Where this rank finds it before the backward pass. Empty: all is finite there. ``None``: that is not known."""
     if not _all_finite(tensors_in(batch)):
         return "it is in the batch"
     for name, parameter in pl_module.named_parameters():
         if not _all_finite([parameter]):
             return f"it is in the weights of {name!r} already"
-    if trainer.world_size == 1:
-        try:
-            found = _replay(trainer, pl_module, batch, batch_idx)
-        except Exception:  # the user's code, on a copy without a Trainer: anything can happen
-            found = None
-        if found is not None:
-            return found
-    bad = [name for name, p in pl_module.named_parameters() if p.grad is not None and not _all_finite([p.grad])]
-    if not bad:
+    try:
+        return _replay(trainer, pl_module, batch, batch_idx)
+    except Exception:  # the user's code, on a copy without a Trainer: anything can happen
         return None
-    or_before = ", or an earlier micro-batch of its window," if trainer.accumulate_grad_batches > 1 else ""
-    where = "the backward pass" if trainer.world_size == 1 else "the forward or backward pass"
-    on_one = "" if trainer.world_size == 1 else " (on one device, the module would be named)"
-    return f"{where}{or_before} made it; the last parameter with such a gradient is {bad[-1]!r}{on_one}"
 
 
-def _replay(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> str | None:
+def _replay(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> str:
     twin = copy.deepcopy(pl_module, {id(p): p for p in pl_module.parameters()})
     losses: list[Any] = []
     device = pl_module.device
@@ -92,12 +104,22 @@ def _replay(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batc
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         warnings.catch_warnings(),  # a copy has no Trainer to log to, and says so
         trainer.precision_plugin.train_step_context(),
+        _Alone() if trainer.world_size > 1 else contextlib.nullcontext(),  # type: ignore[no-untyped-call]
     ):
         warnings.simplefilter("ignore")
         found = first_non_finite_module(twin, lambda: losses.append(twin.training_step(batch, batch_idx)))
     if found is None and not _all_finite(tensors_in(losses)):
         return "training_step made it of finite outputs of modules"
-    return found
+    return found or ""
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises instead of communicating: a rank that ran this alone would wait for the others without end."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("This is run on one rank alone.")
+        return func(*args, **(kwargs or {}))
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

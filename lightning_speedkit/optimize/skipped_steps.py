@@ -93,7 +93,10 @@ class SkippedSteps:
     @classmethod
     def of(cls, trainer: pl.Trainer) -> SkippedSteps:
         """The one of this Trainer."""
-        return cls._of.setdefault(trainer, cls())
+        found = cls._of.get(trainer)
+        if found is None:
+            found = cls._of[trainer] = cls()
+        return found
 
     def hold(self, trainer: pl.Trainer) -> None:
         """Do not count the step in progress."""

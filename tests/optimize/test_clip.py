@@ -11,11 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_speedkit.measure.lightning_hooks import BATCH_HOOKS
 from lightning_speedkit.optimize.accumulate import AccumulationScheduler
 from lightning_speedkit.optimize.clip import GradientClipping
 from lightning_speedkit.optimize.clip_thresholds import ZScoreLimit
+from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
 from tests.optimize.line import Line, batches_of, loader, steps, trainer
 
 ONE_TO_SIX = batches_of(1, 1, 1, 1, 1, 1)
@@ -68,6 +70,32 @@ def test_under_a_scaler_a_window_without_a_last_loss_is_not_counted() -> None:
     trainer(clip, plugins=[_scaler()], accumulate_grad_batches=2).fit(model, loader(data))
     assert clip.state_dict()["next"] == 2
     assert clip.state_dict()["norms"][:3].tolist() == pytest.approx([1.5, 5.5, float("nan")], nan_ok=True)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("by", ["norm", "value", "agc"])
+def test_a_sparse_embedding_is_trained_as_a_dense_one(by: str, sparse: bool) -> None:
+    class Words(Line):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__(dtype=torch.float32)
+            torch.manual_seed(1)
+            self.table, self.head = nn.Embedding(5, 2, sparse=sparse), nn.Linear(2, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.head(self.table(batch)) * self.w).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def weights(sparse: bool, *callbacks: Callback) -> list[Tensor]:
+        model = Words(sparse)
+        data = [torch.tensor([1, 3, 1]), torch.tensor([0, 0, 2])]
+        trainer(*callbacks, NonFiniteGuard(), log_every_n_steps=1).fit(model, loader(data))
+        return [p.detach() for p in model.parameters()]
+
+    found = weights(sparse, GradientClipping(by, 0.05))
+    torch.testing.assert_close(found, weights(False, GradientClipping(by, 0.05)))
+    assert not torch.equal(found[1], weights(False)[1])
 
 
 class _Adam(Line):
@@ -133,6 +161,35 @@ def test_only_the_steps_that_are_logged_are_logged() -> None:
     with mock.patch.object(LightningModule, "log") as log:
         steps(ONE_TO_SIX, GradientClipping("value", 1.0), log_every_n_steps=3)
     assert [call.args[0] for call in log.call_args_list] == ["gradient_norm", "gradient_norm_clipped"] * 2
+
+
+def test_norms_stay_to_be_read_and_cost_nothing_after_their_step() -> None:
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.told: list[tuple[float, bool]] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            entries = trainer.fit_loop.epoch_loop._results.values()
+            handled = any(not entry.has_reset for entry in entries)
+            self.told.append((float(trainer.callback_metrics.get("gradient_norm", 0.0)), handled))
+
+    reads = Reads()
+    steps(ONE_TO_SIX, GradientClipping(limit=1.0), reads, log_every_n_steps=3)
+    assert reads.told == [(0, False), (0, False), (3, True), (3, False), (3, False), (6, True)]
+
+
+@pytest.mark.parametrize("plugins", [[], [_scaler()]], ids=["fp32", "fp16"])
+def test_no_hook_of_a_batch_is_called_that_is_not_needed(plugins: list[Any]) -> None:
+    class Looks(Callback):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            self.left_out = [{n for n in BATCH_HOOKS if getattr(c, n) is None} for c in trainer.callbacks[:2]]
+
+    looks, callbacks = Looks(), [GradientClipping(), NonFiniteGuard()]
+    trainer(*callbacks, looks, plugins=plugins).fit(Line(dtype=torch.float32), loader([torch.ones(1)]))
+    needed = {"on_train_batch_start", "on_before_backward"} if plugins else set()
+    guards = {"on_before_optimizer_step", *needed, *(["on_train_batch_end"] if plugins else [])}
+    assert looks.left_out == [set(BATCH_HOOKS) - needed, set(BATCH_HOOKS) - guards]
+    assert all(callable(getattr(callback, name)) for callback in callbacks for name in BATCH_HOOKS)
 
 
 def test_the_plugin_is_as_it_was_afterwards() -> None:

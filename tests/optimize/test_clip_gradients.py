@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,54 @@ def test_spoil_leaves_finite_gradients_alone() -> None:
     ours, before = some_parameters(), some_parameters()
     spoil(ours)
     assert all(torch.equal(a, b) for a, b in zip(_gradients(ours), _gradients(before), strict=True))
+
+
+def _table(sparse: bool, dims: tuple[int, ...] = (6, 3)) -> nn.Parameter:
+    """A table whose rows 1 and 4 have gradients; that of row 1 comes in two parts."""
+    generator = torch.Generator().manual_seed(8)
+    table = nn.Parameter(torch.randn(dims, generator=generator))
+    rows, parts = torch.tensor([1, 4, 1]), torch.randn(3, *dims[1:], generator=generator)
+    gradient = torch.sparse_coo_tensor(rows[None], parts, dims)
+    table.grad = gradient if sparse else gradient.to_dense()
+    return table
+
+
+@pytest.mark.parametrize("dims", [(6, 3), (6,)])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda parameters: clip_by_norm(parameters, 0.5),
+        lambda parameters: clip_by_value(parameters, 0.3),
+        lambda parameters: clip_units(parameters, 0.2),
+        spoil,
+    ],
+    ids=["norm", "value", "agc", "spoil"],
+)
+def test_sparse_gradients_are_clipped_as_the_dense_ones(clip: Any, dims: tuple[int, ...]) -> None:
+    sparse, dense = [_table(True, dims), *some_parameters()], [_table(False, dims), *some_parameters()]
+    norm = gradient_norm(sparse)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(_gradients(dense)))
+    assert not sparse[0].grad.is_coalesced()  # to look changes nothing
+    clip(sparse)
+    clip(dense)
+    assert sparse[0].grad.layout is torch.sparse_coo
+    assert sparse[0].grad.coalesce().indices().tolist() == [[1, 4]]
+    for one, other in zip(_gradients(sparse), _gradients(dense), strict=True):
+        torch.testing.assert_close(one.to_dense(), other)
+    if clip is not spoil:
+        assert gradient_norm(sparse) < norm
+
+
+def test_a_gradient_without_whole_rows_has_no_units() -> None:
+    table = nn.Parameter(torch.ones(2, 3))
+    table.grad = torch.eye(2, 3).to_sparse()
+    with pytest.raises(ValueError, match=r"torch\.sparse_coo and shape \(2, 3\) has no whole rows"):
+        clip_units([table])
+    clip_by_norm([table], 1.0)
+    torch.testing.assert_close(table.grad.to_dense(), torch.eye(2, 3) / math.sqrt(2))
+    table = nn.Parameter(torch.eye(2, 3).to_sparse_csr())
+    table.grad = torch.eye(2, 3).to_sparse_csr() * 3
+    with pytest.raises(ValueError, match="sparse_csr"):
+        clip_units([table])
+    clip_by_value([table], 0.5)
+    torch.testing.assert_close(table.grad.to_dense(), torch.eye(2, 3) * 0.5)

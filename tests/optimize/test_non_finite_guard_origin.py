@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -91,15 +92,26 @@ def test_a_module_that_cannot_run_alone_is_told_by_its_gradients() -> None:
     assert explains.told.startswith("the backward pass")
 
 
-def test_with_several_ranks_nothing_is_run_again() -> None:
-    """A rank that runs ``training_step`` alone would wait for the others in a sum of the user's."""
-    net = _Net("module")
+@pytest.mark.parametrize(
+    ("fault", "rank", "told"),
+    [
+        ("module", 1, "on rank 1, module 'root' (_Root) returned it"),
+        ("loss", 0, "on rank 0, training_step made it of finite outputs of modules"),
+        ("backward", 1, None),
+        (
+            "backward",
+            0,
+            "another rank, which then names itself, or the backward pass made it; the last parameter with such a "
+            "gradient is 'last.weight'",
+        ),
+    ],
+)
+def test_with_several_ranks_the_one_that_has_it_names_itself(fault: str, rank: int, told: str | None) -> None:
+    net = _Net(fault)
     net.last.weight.grad = torch.full((1, 4), NAN)
-    told = explain_non_finite(mock.Mock(world_size=2, accumulate_grad_batches=1), net, torch.rand(5, 3), 0)
-    assert told == (
-        "the forward or backward pass made it; the last parameter with such a gradient is 'last.weight' (on one "
-        "device, the module would be named)"
-    )
+    run = mock.Mock(world_size=2, global_rank=rank, accumulate_grad_batches=1)
+    run.precision_plugin.train_step_context = contextlib.nullcontext
+    assert explain_non_finite(run, net, torch.rand(5, 3), 0) == told
 
 
 def test_what_fails_because_of_it_does_not_hide_it() -> None:
