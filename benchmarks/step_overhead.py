@@ -3,35 +3,137 @@
 The model is tiny on purpose: what does not shrink with the model is all there is to see. Each variant is held against
 the Trainer that does the same work with its own arguments.
 
-    python -m benchmarks.step_overhead [--rounds 15] [--smoke]
+All variants train in one process, a thread for each, and take turns: one window of 4 batches each, in a new random
+order every round. A difference is taken between windows of the same round, so that a machine that is slower for a while
+is slower for both. A window takes the CPU time of its thread, in which all of it happens. "Lightning again" is the
+baseline a second time: what it seems to add is what the measurement cannot tell. Each round of the harness is a fresh
+process.
+
+    python -m benchmarks.step_overhead [--rounds 5] [--smoke]
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
+import random
 import statistics
 import tempfile
+import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
+
+from rich.console import Console
 
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
-_FUNCTION = "benchmarks.step_overhead:measure"
-_WARMUP_BATCHES = 100
-_WINDOW = 4
-_OURS = {
-    "accumulate.AccumulationScheduler": {"schedule": _WINDOW},
-    "clip.GradientClipping": {"limit": 1.0},
-    "non_finite_guard.NonFiniteGuard": {},
-    "spike_guard.SpikeGuard": {},
+WINDOW = 4
+_WARMUP_WINDOWS = 25
+_ACCUMULATE = {"accumulate_grad_batches": WINDOW}
+_CLIP = {"gradient_clip_val": 1.0}
+_OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AccumulationScheduler": ("accumulate", {"schedule": WINDOW}),
+    "GradientClipping": ("clip", {"limit": 1.0}),
+    "NonFiniteGuard": ("non_finite_guard", {}),
+    "SpikeGuard": ("spike_guard", {}),
 }
 
 
-def measure(
-    batches: int, callbacks: dict[str, dict[str, Any]] | None = None, trainer: dict[str, Any] | None = None
-) -> dict[str, float]:
-    """Train on so many batches; the median over windows of 4 batches, per batch: ``microseconds_per_batch``."""
+@dataclass(frozen=True)
+class Run:
+    """One way to train: callbacks of the kit, and arguments of the Trainer."""
+
+    callbacks: tuple[str, ...] = ()
+    trainer: dict[str, Any] = field(default_factory=dict)
+    baseline: str | None = None
+
+
+_WINDOWS, _PLAIN = "Lightning, windows of 4", "Lightning, no window"
+RUNS = {
+    _WINDOWS: Run((), {**_ACCUMULATE, **_CLIP}),
+    "Lightning again": Run((), {**_ACCUMULATE, **_CLIP}, _WINDOWS),
+    "accumulation, clipping, guard": Run(("AccumulationScheduler", "GradientClipping", "NonFiniteGuard"), {}, _WINDOWS),
+    "AccumulationScheduler": Run(("AccumulationScheduler",), _CLIP, _WINDOWS),
+    "GradientClipping": Run(("GradientClipping",), _ACCUMULATE, _WINDOWS),
+    "NonFiniteGuard": Run(("NonFiniteGuard",), {**_ACCUMULATE, **_CLIP}, _WINDOWS),
+    "SpikeGuard": Run(("SpikeGuard",), {**_ACCUMULATE, **_CLIP}, _WINDOWS),
+    _PLAIN: Run((), _CLIP),
+    "clipping, guard, no window": Run(("GradientClipping", "NonFiniteGuard"), {}, _PLAIN),
+}
+
+
+class Turns:
+    """Lets threads go on one at a time: each once per round, in a random order."""
+
+    def __init__(self, members: int) -> None:
+        self._random = random.Random(0)
+        self._gates = [threading.Semaphore(0) for _ in range(members)]
+        self._members = list(range(members))
+        self._round: list[int] = []
+
+    def next(self) -> None:
+        """Let one member go on; only the one whose turn it is calls this."""
+        if not self._round:
+            self._round = self._random.sample(self._members, len(self._members))
+        if self._round:
+            self._gates[self._round.pop()].release()
+
+    def wait(self, member: int) -> None:
+        """Until it is the turn of this member."""
+        self._gates[member].acquire()
+
+    def leave(self, member: int) -> None:
+        """This member is done: the others go on without it."""
+        self._members.remove(member)
+        if member in self._round:
+            self._round.remove(member)
+        self.next()
+
+
+def measure(windows: int) -> dict[str, float]:
+    """Train each run for so many windows.
+
+    Returns:
+        For each run ``"<name>: microseconds per batch"``, the median over its windows; and ``"<name>: added"`` for
+        those with a baseline, the median over the differences between windows of the same round.
+    """
+    turns = Turns(len(RUNS))
+    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
+    errors: list[BaseException] = []
+
+    def train(member: int, name: str) -> None:
+        turns.wait(member)
+        try:
+            _train(RUNS[name], windows, turns, member, seconds[name])
+        except BaseException as error:  # raised below, in the thread that measures
+            errors.append(error)
+        finally:
+            turns.leave(member)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in enumerate(RUNS)]
+    for thread in threads:
+        thread.start()
+    turns.next()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return added_microseconds({name: told[_WARMUP_WINDOWS:] for name, told in seconds.items()})
+
+
+def added_microseconds(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The numbers of :func:`measure` from the seconds of each window of each run."""
+    told = {}
+    for name, own in seconds.items():
+        told[f"{name}: microseconds per batch"] = 1e6 * statistics.median(own) / WINDOW
+        baseline = RUNS[name].baseline
+        if baseline is not None:
+            differences = [a - b for a, b in zip(own, seconds[baseline], strict=True)]
+            told[f"{name}: added"] = 1e6 * statistics.median(differences) / WINDOW
+    return told
+
+
+def _train(run: Run, windows: int, turns: Turns, member: int, seconds: list[float]) -> None:
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torch import nn
@@ -49,89 +151,58 @@ def measure(
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     class Stopwatch(Callback):
-        def __init__(self) -> None:
-            self.ends: list[float] = []
+        """At the end of each window, which starts and ends inside this hook."""
 
-        def on_train_batch_end(self, *arguments: Any) -> None:
-            self.ends.append(time.perf_counter())
+        started: float | None = None
 
-    torch.manual_seed(0)
-    data = list(torch.randn(batches, 8, 32))
-    stopwatch = Stopwatch()
-    built = [_built(path, arguments) for path, arguments in (callbacks or {}).items()]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (batch_idx + 1) % WINDOW:
+                return
+            if self.started is not None:
+                seconds.append(time.thread_time() - self.started)
+            turns.next()
+            turns.wait(member)
+            self.started = time.thread_time()
+
+    def built(name: str) -> Any:
+        module, arguments = _OURS[name]
+        return getattr(importlib.import_module(f"lightning_speedkit.optimize.{module}"), name)(**arguments)
+
+    data = list(torch.randn(WINDOW * (windows + 1), 8, 32))  # the first window only starts the clock
     with tempfile.TemporaryDirectory() as folder:
-        run = Trainer(
+        trainer = Trainer(
             max_epochs=1,
             accelerator="cpu",
             devices=1,
-            callbacks=[*built, stopwatch],
+            callbacks=[*map(built, run.callbacks), Stopwatch()],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **(trainer or {}),
+            **run.trainer,
         )
-        run.fit(Module(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
-    windows = [later - earlier for earlier, later in itertools.pairwise(stopwatch.ends[_WARMUP_BATCHES::_WINDOW])]
-    return {"microseconds_per_batch": 1e6 * statistics.median(windows) / _WINDOW}
-
-
-def _built(path: str, arguments: dict[str, Any]) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"lightning_speedkit.optimize.{module}"), name)(**arguments)
-
-
-def variants(batches: int) -> list[Variant]:
-    """The three callbacks together and each alone, on windows of 4 batches; and the two without a factor."""
-
-    def variant(name: str, baseline: str, ours: tuple[str, ...] = (), **trainer: Any) -> Variant:
-        chosen = {path: arguments for path, arguments in _OURS.items() if path.rpartition(".")[2] in ours}
-        return Variant(name, _FUNCTION, {"batches": batches, "callbacks": chosen, "trainer": trainer}, baseline)
-
-    windows, plain = "Lightning, windows of 4", "Lightning, no window"
-    accumulate = {"accumulate_grad_batches": _WINDOW}
-    clip = {"gradient_clip_val": 1.0}
-    return [
-        variant(windows, windows, **accumulate, **clip),
-        variant("Lightning again", windows, **accumulate, **clip),
-        variant(
-            "accumulation, clipping, guard", windows, ("AccumulationScheduler", "GradientClipping", "NonFiniteGuard")
-        ),
-        variant("AccumulationScheduler", windows, ("AccumulationScheduler",), **clip),
-        variant("GradientClipping", windows, ("GradientClipping",), **accumulate),
-        variant("NonFiniteGuard", windows, ("NonFiniteGuard",), **accumulate, **clip),
-        variant("SpikeGuard", windows, ("SpikeGuard",), **accumulate, **clip),
-        variant(plain, plain, **clip),
-        variant("clipping, guard, no window", plain, ("GradientClipping", "NonFiniteGuard")),
-    ]
-
-
-def added_microseconds(content: dict[str, Any]) -> dict[str, float]:
-    """By how many microseconds per batch each variant is slower than its baseline: the median over the rounds."""
-    added = {}
-    for name, told in content["summary"].items():
-        if told["baseline"] is not None:
-            runs = [round_["runs"] for round_ in content["rounds"]]
-            pairs = [(run[name].get("metrics"), run[told["baseline"]].get("metrics")) for run in runs]
-            differences = [a["microseconds_per_batch"] - b["microseconds_per_batch"] for a, b in pairs if a and b]
-            if differences:
-                added[name] = statistics.median(differences)
-    return added
+        trainer.fit(Module(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
 
 
 def main() -> None:
     """Run it from the command line."""
-    arguments = benchmark_arguments("The cost per batch of accumulation, clipping and guards.", rounds=15)
+    arguments = benchmark_arguments("The cost per batch of accumulation, clipping and guards.")
+    windows = 50 if arguments.smoke else 1500
     content = run_benchmark(
         "step_overhead",
-        variants(batches=200 if arguments.smoke else 4000),
+        [Variant("all runs by turns", "benchmarks.step_overhead:measure", {"windows": windows})],
         rounds=arguments.rounds,
-        warmup=arguments.warmup,
+        warmup=0,
         results=arguments.results,
+        console=Console(quiet=True),
     )
-    for name, microseconds in added_microseconds(content).items():
-        print(f"{name}: {microseconds:+.1f} microseconds per batch")
+    (summary,) = content["summary"].values()
+    for error in summary["errors"]:
+        print(error)
+    for name, spread in summary["metrics"].items():
+        sign = "+" if name.endswith(": added") else ""
+        print(f"{name}: {spread['median']:{sign}.1f} ({spread['min']:{sign}.1f} to {spread['max']:{sign}.1f})")
 
 
 if __name__ == "__main__":

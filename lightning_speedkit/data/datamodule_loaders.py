@@ -15,7 +15,7 @@ from lightning_speedkit.data.device.device_prefetch import DevicePrefetcher
 from lightning_speedkit.data.loading.epoch_order import EpochOrder
 from lightning_speedkit.data.loading.loader import RingLoader
 from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle
-from lightning_speedkit.measure.lightning_internals import epochs_done, recount_batches
+from lightning_speedkit.measure.lightning_loaders import epochs_done, recount_batches
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.datamodule import SpeedkitDataModule

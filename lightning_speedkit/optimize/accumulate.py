@@ -7,15 +7,16 @@ micro-batches on equal ranks, and a wrong gradient otherwise: the last, short wi
 also cannot change the factor inside an epoch (#21534), nor resume inside a window.
 
 When it helps: the batch that you want does not fit into memory. What it costs: where ranks are joined, the sum of one
-number over them per window, and one multiplication of the gradients. On one device, nothing while the windows are
-full and the micro-batches equal, and then the weights equal Lightning's own bit for bit. Counts that stay on a GPU
-cost the multiplication in every window.
+number over them per window, and one multiplication of the gradients. On one device, nothing on gradients while the
+windows are full and the micro-batches equal, and then the weights equal Lightning's own bit for bit. Counts that stay
+on a GPU cost the multiplication in every window.
 
-How: a loss is weighted by its samples, relative to the first micro-batch of its window, in its backward pass. Before
-the last backward of the window, the gradients so far are scaled and the last loss is weighted so that what is
-synchronised, clipped and stepped with is right already, whatever other callbacks look at it. Under float16 all this
-happens to scaled losses and gradients, which is the same, since it is linear. There the gradients so far are scaled
-down before a larger micro-batch comes, since a large weight would make its gradient infinite.
+How: a loss is weighted by its samples, relative to the first micro-batch of its window, where its backward pass starts;
+this takes the place of the division that Lightning does for every loss. Before the last backward of the window, the
+gradients so far are scaled and the last loss is weighted so that what is synchronised, clipped and stepped with is
+right already, whatever other callbacks look at it. Under float16 all this happens to scaled losses and gradients,
+which is the same, since it is linear. There the gradients so far are scaled down before a larger micro-batch comes,
+since a large weight would make its gradient infinite.
 """
 
 from __future__ import annotations
@@ -25,25 +26,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_speedkit.measure.lightning_internals import follow_windows, is_accumulating, skips_backward
+from lightning_speedkit.measure.lightning_hooks import call_hooks, pass_over_hooks
 from lightning_speedkit.optimize.accumulation_count import counter_of
+from lightning_speedkit.optimize.accumulation_fit import AccumulationFit, place_in_window
 from lightning_speedkit.optimize.accumulation_plan import WindowPlan
 from lightning_speedkit.optimize.accumulation_ranks import DataRanks
-from lightning_speedkit.optimize.accumulation_refusals import check_optimizers, check_trainer, refuse_repeats
-from lightning_speedkit.optimize.accumulation_rules import TrainerWindows, loss_scale_of, parameters_of, progress_of
+from lightning_speedkit.optimize.accumulation_refusals import check_optimizers, check_trainer
 from lightning_speedkit.optimize.accumulation_run import AccumulationRun
 from lightning_speedkit.optimize.accumulation_schedule import checked_schedule
-from lightning_speedkit.optimize.accumulation_window import weigh_backward, whole_number
 
 __all__ = ["AccumulationScheduler"]
 
-_FLOAT16 = ("16-mixed", "16-true", "transformer-engine-float16")
 _STATE = "AccumulationScheduler"  # where a checkpoint holds an unfinished window
+_UNUSED_HOOKS = ("on_before_backward", "on_after_backward")
 
 
 class AccumulationScheduler(Callback):
@@ -112,15 +111,10 @@ class AccumulationScheduler(Callback):
         self.count = count
         self.target_batch = target_batch
         self.log_loss = log_loss
-        self._counter = counter_of(count, labels, ignore_index)
-        self._run = AccumulationRun(self._plan, DataRanks())
-        self._found: int | None = None  # the Trainer's own factor, while ours is set
-        self._stop_following: Callable[[], None] | None = None
-        self._had_backward = False  # the micro-batch in progress
+        self._counter = self._counts = counter_of(count, labels, ignore_index)
+        self._run = AccumulationRun(self._plan, DataRanks())  # kept after a fit, for checkpoints that are saved then
+        self._fit: AccumulationFit | None = None
         self._resumed: Mapping[str, Any] | None = None
-        self._lost = False  # the run resumed inside a window, without its gradients
-        self._resumed_at = 0  # the batch of the epoch that the run resumes at
-        self._told: set[str] = set()
 
     def count_samples(self, batch: Any) -> int | Tensor:
         """The number of samples in a batch, or of what ``count`` counts, unless overridden.
@@ -133,12 +127,11 @@ class AccumulationScheduler(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             check_trainer(trainer, pl_module, AccumulationScheduler)
-            self._found, self._resumed, self._told = trainer.accumulate_grad_batches, None, set()
-            if self._plan.accumulates():  # else Lightning's own windows are these
-                rules = TrainerWindows(trainer, self, self._plan, lambda: self._run, self._counts_samples())
-                self._stop_following = follow_windows(trainer, rules)
-            self._run = AccumulationRun(self._plan, DataRanks())
-            self._begin(trainer, 0)  # now: configure_optimizers may read the factor
+            self._resumed = None
+            is_own = getattr(self.count_samples, "__func__", None) is AccumulationScheduler.count_samples
+            self._counts = self._counter if is_own else self.count_samples
+            self._fit = AccumulationFit(trainer, self, self._plan, is_own and self.count == "samples")
+            self._run = self._fit.run
 
     @override
     def on_load_checkpoint(
@@ -149,76 +142,33 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, self._plan.accumulates())
-        self._run = AccumulationRun(self._plan, DataRanks.of(trainer), self.count == "batches")
-        done = progress_of(trainer).processed
+        unused = _UNUSED_HOOKS if self.log_loss is not None else (*_UNUSED_HOOKS, "on_train_batch_end")
+        pass_over_hooks(trainer, self, AccumulationScheduler, *unused)
         state, self._resumed = self._resumed, None
-        if state is None:  # a checkpoint without this callback: its windows were Lightning's
-            position, window = done % (self._plan.factor(self._position(trainer)) or 1), None
-        else:
-            position, window = state["position"], state["window"]
-        self._begin(trainer, done - position)
-        self._lost, self._resumed_at = position > 0 and window is None, done
-        if window is not None:
-            ratio = loss_scale_of(trainer) / window["loss_scale"]
-            self._run.restore(pl_module.named_parameters(), window, ratio)
+        fit = self._of_fit()
+        fit.start(pl_module, state, self.count == "batches")
+        self._run = fit.run
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, 0)
-        self._lost, self._resumed_at = False, 0
-        factor, batches = self._run.bounds.factor or 1, trainer.num_training_batches
-        if factor > batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._warn(
-                f"The accumulation factor is {factor} and an epoch has {batches} batches on each rank: each epoch ends "
-                f"with a step, so a step takes {batches} batches. Use a factor of at most {batches}, or longer epochs."
-            )
+        self._of_fit().start_epoch()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        run = self._run
-        if batch_idx < self._resumed_at:  # saved at the last batch of an epoch: no hook told of the new one
-            self._begin(trainer, batch_idx)
-            self._lost = False
-        elif run.bounds.is_over_at(batch_idx):
-            self._begin(trainer, run.bounds.next_start(batch_idx))
-        alone = run.ranks.size == 1 and run.bounds.factor == 1 and self.log_loss is None
-        run.count(1 if alone or run.alike else self._counted(batch), batch_idx, self._position(trainer))
-        self._had_backward, self._resumed_at = False, 0
+        assert self._fit is not None
+        self._fit.start_batch(batch_idx, batch, self._counts, self.log_loss is not None)
 
     @override
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        if self._lost:
-            self._lost = False
-            self._warn(
-                "The run resumes inside an accumulation window. The gradient of the window's micro-batches before the "
-                "checkpoint is lost; the next step is that of the remaining ones. Save with this callback in the "
-                "Trainer, or between windows."
-            )
-        self._run.open(self._position(trainer))
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._had_backward and self._plan.accumulates():
-            refuse_repeats(trainer)
-        self._had_backward = True
-        run = self._run
-        window = run.window or run.open(self._position(trainer))
-        is_last = not is_accumulating(trainer)
-        weight = run.weight(lambda: parameters_of(trainer), is_last, shrink=trainer.precision in _FLOAT16)
-        weigh_backward(loss, weight)
-        if is_last and run.bounds.factor is None:
-            trainer.accumulate_grad_batches = window.batches  # for those who read it
+        self._of_fit().open()
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._run.window is not None:  # the last micro-batch had no loss: training_step returned None
-            if getattr(trainer.precision_plugin, "scaler", None) is not None:
-                self._warn_if_dropped()
-            self._run.close(lambda: parameters_of(trainer))
+        self._of_fit().close()
 
     @override
     def on_train_batch_end(
@@ -226,7 +176,7 @@ class AccumulationScheduler(Callback):
     ) -> None:
         if self.log_loss is None:
             return
-        if self._had_backward:
+        if self._run.had_backward:
             self._run.add_loss(outputs["loss"].detach())
         mean = self._run.mean_loss()
         if mean is not None:
@@ -236,71 +186,26 @@ class AccumulationScheduler(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        run, progress = self._run, progress_of(trainer)
-        in_batch = progress.ready != progress.processed
-        position = progress.processed - run.bounds.start if run.window is not None or in_batch else 0
-        window: dict[str, Any] | None = None
-        if position > 0 and run.window is not None and not (in_batch and self._had_backward):
-            window = run.state(pl_module.named_parameters(), progress.processed, self.log_loss is not None)
-            window["loss_scale"] = loss_scale_of(trainer)
-        checkpoint[_STATE] = {"position": position, "window": window}
+        checkpoint[_STATE] = place_in_window(trainer, self._run, pl_module, self.log_loss is not None)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._warn_if_dropped()
+        self._of_fit().warn_if_dropped()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._put_back(trainer)
+        self._put_back()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._put_back(trainer)
+        self._put_back()
 
-    def _counts_samples(self) -> bool:
-        own = getattr(self.count_samples, "__func__", None)
-        return self.count == "samples" and own is AccumulationScheduler.count_samples
+    def _of_fit(self) -> AccumulationFit:
+        assert self._fit is not None
+        return self._fit
 
-    def _position(self, trainer: pl.Trainer) -> int:
-        return trainer.current_epoch if self.unit == "epoch" else trainer.global_step
-
-    def _begin(self, trainer: pl.Trainer, start: int) -> None:
-        """A new window, from this micro-batch of the epoch on."""
-        self._warn_if_dropped()
-        self._run.begin(start, self._position(trainer))
-        factor = self._run.bounds.factor
-        if factor is not None and not skips_backward(trainer):  # StochasticWeightAveraging sets it in such an epoch
-            trainer.accumulate_grad_batches = factor
-
-    def _counted(self, batch: Any) -> int | Tensor:
-        try:
-            samples = self.count_samples(batch)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} AccumulationScheduler weighs a batch by it. Override count_samples(batch) in a subclass, or "
-                "pass count='batches' to weigh all batches alike."
-            ) from error
-        try:
-            return whole_number(samples)
-        except TypeError:
-            raise TypeError(f"count_samples() has to return a whole number, and returned {samples!r}.") from None
-
-    def _put_back(self, trainer: pl.Trainer) -> None:
-        if self._found is not None:
-            trainer.accumulate_grad_batches, self._found = self._found, None
-        if self._stop_following is not None:
-            self._stop_following()
-            self._stop_following = None
-
-    def _warn(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            rank_zero_warn(message)
-
-    def _warn_if_dropped(self) -> None:
-        if self._run.window is not None and self._run.window.batches:
-            self._warn(
-                "An epoch ended early, a batch was None, or under float16 the last micro-batch had no loss, inside an "
-                "accumulation window: Lightning takes no step there, and the gradient of the micro-batches since the "
-                "last step is lost."
-            )
+    def _put_back(self) -> None:
+        if self._fit is not None:
+            self._fit.put_back()
+            self._fit = None
+        call_hooks(self, *_UNUSED_HOOKS, "on_train_batch_end")

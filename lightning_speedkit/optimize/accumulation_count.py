@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_speedkit.optimize.accumulation_window import samples_in
+from lightning_speedkit.optimize.accumulation_window import samples_in, whole_number
 
-__all__ = ["COUNTS", "counter_of", "labels_in"]
+__all__ = ["COUNTS", "checked_count", "counter_of", "labels_in"]
 
 COUNTS = ("samples", "batches", "labels", "shifted-labels")
 
@@ -91,6 +91,28 @@ def counter_of(
     hint = f" Did you mean {near[0]!r}?" if near else ""
     names = ", ".join(map(repr, COUNTS))
     raise ValueError(f"count={count!r} is unknown.{hint} Use {names}, 'module:function', or a function.")
+
+
+def checked_count(count: Callable[[Any], int | Tensor], batch: Any) -> int | Tensor:
+    """What ``count`` says of the batch, as :func:`whole_number` gives it.
+
+    Raises:
+        ValueError: It cannot tell.
+        TypeError: It is no whole number.
+    """
+    try:
+        samples = count(batch)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} AccumulationScheduler weighs a batch by it. Override count_samples(batch) in a subclass, or "
+            "pass count='batches' to weigh all batches alike."
+        ) from error
+    if type(samples) is int and samples >= 0:
+        return samples
+    try:
+        return whole_number(samples)
+    except TypeError:
+        raise TypeError(f"count_samples() has to return a whole number, and returned {samples!r}.") from None
 
 
 def _one(_batch: Any) -> int:

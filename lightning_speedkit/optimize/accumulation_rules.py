@@ -7,7 +7,7 @@ What it costs: a comparison or two per question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,14 +23,14 @@ __all__ = ["TrainerWindows", "loss_scale_of", "parameters_of", "progress_of"]
 
 
 class TrainerWindows:
-    """The windows of a run, as :func:`~lightning_speedkit.measure.lightning_internals.follow_windows` asks for them.
+    """The windows of a run, as :func:`~lightning_speedkit.measure.lightning_windows.follow_windows` asks for them.
 
     Args:
         trainer: The Trainer that is told.
         callback: The callback that keeps the run; the rules hold while the Trainer has it. A learning-rate or
             batch-size finder puts it aside.
         plan: How long windows are.
-        run: Gives the run, which is another one in each ``fit``.
+        run: The run; set the attribute ``run`` where another one begins.
         counts_samples: Whether windows count samples, so that the loader's batch size tells how many steps a target
             leads to.
     """
@@ -40,14 +40,14 @@ class TrainerWindows:
         trainer: pl.Trainer,
         callback: Callback,
         plan: WindowPlan,
-        run: Callable[[], AccumulationRun],
+        run: AccumulationRun,
         counts_samples: bool,
     ) -> None:
+        self.run = run
         self.counts_steps = plan.accumulates()
         self._trainer = trainer
         self._callback = callback
         self._plan = plan
-        self._run = run
         self._counts_samples = counts_samples
 
     def hold(self) -> bool:
@@ -56,15 +56,17 @@ class TrainerWindows:
 
     def opens(self) -> bool:
         """Whether gradients are cleared before the backward of this batch."""
-        return self._run().window is None
+        return self.run.window is None
 
-    def closes(self) -> bool:
-        """Whether this batch is the last one of its window."""
-        return self._run().bounds.is_last(self._trainer.fit_loop.batch_idx)
+    def closes(self, batch: int) -> bool | None:
+        """Whether this batch of the epoch is the last one of its window; ``None`` if the rules do not hold."""
+        if self._callback not in self._trainer.callbacks:  # type: ignore[attr-defined]
+            return None
+        return self.run.bounds.is_last(batch)
 
     def is_open(self) -> bool:
         """Whether there are gradients that no step has taken."""
-        window = self._run().window
+        window = self.run.window
         return window is not None and window.batches > 0
 
     def steps_in(self, batches: int, epochs: int) -> int:

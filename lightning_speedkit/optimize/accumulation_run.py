@@ -58,6 +58,7 @@ class AccumulationRun:
         self.bounds = WindowBounds()
         self.window: AccumulationWindow | None = None  # from the clearing of the gradients to the last backward
         self.samples: int | Tensor = 1  # of the micro-batch in progress
+        self.had_backward = False  # that micro-batch
         self._reference: float | Tensor | None = None  # of all ranks; the first window has to use it
         self._collected = 0  # over all ranks in this window, towards a target
         self._newest = 0, 0  # the last micro-batch that was counted, and what it brought towards the target
@@ -71,7 +72,7 @@ class AccumulationRun:
 
     def count(self, samples: int | Tensor, batch: int, position: int) -> None:
         """The micro-batch in progress has so many samples."""
-        self.samples = samples
+        self.samples, self.had_backward = samples, False
         if self.bounds.factor is None:
             self._newest = batch, int(self.ranks.total(samples))
             self._collected += self._newest[1]
@@ -96,7 +97,8 @@ class AccumulationRun:
         """
         window = self.window
         assert window is not None
-        if self._needs_reference():
+        self.had_backward = True
+        if self.ranks.size > 1 and self._needs_reference():
             self._reference = window.reference = self._mean_over_ranks()
         elif shrink and not self.ranks.averages_at_once:
             _scale(parameters, window.raise_reference(self.samples))
@@ -165,10 +167,8 @@ class AccumulationRun:
         self._loss = state["loss"] if self.ranks.rank == 0 else 0.0
 
     def _needs_reference(self) -> bool:
-        """Where each backward is averaged, ranks need one reference for all windows; 0 is none."""
-        return self.ranks.size > 1 and (
-            self._reference is None or (self.ranks.averages_at_once and float(self._reference) == 0)
-        )
+        """Where each backward is averaged, several ranks need one reference for all windows; 0 is none."""
+        return self._reference is None or (self.ranks.averages_at_once and float(self._reference) == 0)
 
     def _mean_over_ranks(self) -> float | Tensor:
         if self.alike:

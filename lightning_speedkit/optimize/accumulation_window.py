@@ -63,9 +63,12 @@ class AccumulationWindow:
 
         The weight is a tensor if the number is one on another device than the CPU: then nothing waits for it.
         """
-        samples = whole_number(samples)
+        if type(samples) is not int or samples < 0:
+            samples = whole_number(samples)
         self.batches += 1
         self.samples = self.samples + samples
+        if isinstance(samples, int) and isinstance(self.reference, (int, float)) and self.reference:  # nearly always
+            return samples / self.reference
         if isinstance(self.reference, Tensor):
             self.reference = torch.where(self.reference > 0, self.reference, samples)
         else:
@@ -198,6 +201,8 @@ def samples_in(batch: Any) -> int:
         ...
     ValueError: Cannot tell the number of samples of a tuple: its tensors have first dimensions of 5 and 8.
     """
+    if type(batch) is Tensor and batch.ndim:
+        return batch.shape[0]
     tensors = list(tensors_in(batch))
     lengths = sorted({tensor.shape[0] for tensor in tensors if tensor.ndim})
     if len(lengths) == 1:

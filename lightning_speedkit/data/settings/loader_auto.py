@@ -28,7 +28,7 @@ from lightning_speedkit.data.settings.suggest_loader import suggest_loader
 from lightning_speedkit.errors import LoaderError
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.measure import read_hardware
-from lightning_speedkit.measure.lightning_internals import change_train_dataloaders
+from lightning_speedkit.measure.lightning_loaders import change_train_dataloaders
 
 __all__ = ["LoaderSettingsSearch", "suggest_for"]
 

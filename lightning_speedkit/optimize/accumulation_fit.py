@@ -1,0 +1,180 @@
+"""The accumulation windows of one ``fit``: what a callback has to keep of them, and to change in the Trainer.
+
+What it does: it leads a run from window to window as the hooks of a callback tell of its micro-batches, and gives the
+backward pass of each its weight. What it costs: some microseconds of Python per micro-batch, a good part of which
+Lightning's own questions would cost in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_speedkit.measure.lightning_internals import is_accumulating, skips_backward
+from lightning_speedkit.measure.lightning_windows import follow_windows, weigh_losses
+from lightning_speedkit.optimize.accumulation_count import checked_count
+from lightning_speedkit.optimize.accumulation_plan import WindowPlan
+from lightning_speedkit.optimize.accumulation_ranks import DataRanks
+from lightning_speedkit.optimize.accumulation_refusals import refuse_repeats
+from lightning_speedkit.optimize.accumulation_rules import TrainerWindows, loss_scale_of, parameters_of, progress_of
+from lightning_speedkit.optimize.accumulation_run import AccumulationRun
+from lightning_speedkit.optimize.accumulation_warnings import WindowWarnings
+
+__all__ = ["AccumulationFit", "place_in_window"]
+
+_FLOAT16 = ("16-mixed", "16-true", "transformer-engine-float16")
+
+
+def place_in_window(
+    trainer: pl.Trainer, run: AccumulationRun, module: pl.LightningModule, with_loss: bool
+) -> dict[str, Any]:
+    """Where a run is in its window, and the window if it is open; for a checkpoint, on all ranks."""
+    progress = progress_of(trainer)
+    in_batch = progress.ready != progress.processed
+    position = progress.processed - run.bounds.start if run.window is not None or in_batch else 0
+    window: dict[str, Any] | None = None
+    if position > 0 and run.window is not None and not (in_batch and run.had_backward):
+        window = run.state(module.named_parameters(), progress.processed, with_loss)
+        window["loss_scale"] = loss_scale_of(trainer)
+    return {"position": position, "window": window}
+
+
+class AccumulationFit:
+    """The windows of one ``fit``. The Trainer follows them from now on, until :meth:`put_back`.
+
+    Args:
+        trainer: The Trainer.
+        callback: The callback that tells of each hook, and has to be among those of the Trainer.
+        plan: How long windows are.
+        counts_samples: Whether windows count samples, so that the loader's batch size tells how many steps there are.
+    """
+
+    def __init__(self, trainer: pl.Trainer, callback: Callback, plan: WindowPlan, counts_samples: bool) -> None:
+        self.run = AccumulationRun(plan, DataRanks())
+        self._trainer = trainer
+        self._callback = callback
+        self._plan = plan
+        self._warnings = WindowWarnings()
+        self._found = trainer.accumulate_grad_batches
+        self._rules = TrainerWindows(trainer, callback, plan, self.run, counts_samples)
+        self._accumulates = plan.accumulates()  # else Lightning's own windows are these
+        self._undo = [follow_windows(trainer, self._rules)] if self._accumulates else []
+        self._weighs = False  # whether losses are weighted
+        self._shrinks = False  # float16: weights are kept below 1
+        self._lost = False  # the run resumed inside a window, without its gradients
+        self._resumed_at = 0  # the batch of the epoch that the run resumes at
+        self._begin(0)  # now: configure_optimizers may read the factor
+
+    def start(self, module: pl.LightningModule, state: Mapping[str, Any] | None, alike: bool) -> None:
+        """Training starts, or goes on.
+
+        Args:
+            module: What is trained.
+            state: What :func:`place_in_window` said, if it goes on.
+            alike: Every micro-batch counts 1.
+        """
+        trainer = self._trainer
+        self.run = self._rules.run = AccumulationRun(self._plan, DataRanks.of(trainer), alike)
+        self._shrinks = trainer.precision in _FLOAT16
+        if not self._weighs:  # training may start more than once in a fit
+            self._weighs = True
+            self._undo.append(weigh_losses(trainer, self._weighed))
+        done = progress_of(trainer).processed
+        if state is None:  # a checkpoint without this callback: its windows were Lightning's
+            position, window = done % (self._plan.factor(self.position()) or 1), None
+        else:
+            position, window = state["position"], state["window"]
+        self._begin(done - position)
+        self._lost, self._resumed_at = position > 0 and window is None, done
+        if window is not None:
+            self.run.restore(module.named_parameters(), window, loss_scale_of(trainer) / window["loss_scale"])
+
+    def start_epoch(self) -> None:
+        """The first window of an epoch."""
+        self._begin(0)
+        self._lost, self._resumed_at = False, 0
+        factor, batches = self.run.bounds.factor or 1, self._trainer.num_training_batches
+        if factor > batches and not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._warnings.of_long_windows(factor, batches)
+
+    def start_batch(self, number: int, batch: Any, count: Callable[[Any], int | Tensor], with_loss: bool) -> None:
+        """A micro-batch comes.
+
+        Args:
+            number: Its number in the epoch.
+            batch: What is counted.
+            count: What counts it, if that has to be known.
+            with_loss: The mean loss of the window is asked for.
+        """
+        run = self.run
+        bounds = run.bounds
+        run.had_backward = False
+        if number < self._resumed_at:  # saved at the last batch of an epoch: no hook told of the new one
+            self._begin(number)
+            self._lost = False
+        elif bounds.is_over_at(number):
+            self._begin(bounds.next_start(number))
+        self._resumed_at = 0
+        is_one = run.alike or (bounds.factor == 1 and run.ranks.size == 1 and not with_loss)
+        samples = 1 if is_one else checked_count(count, batch)
+        run.count(samples, number, self.position() if bounds.factor is None else 0)
+
+    def open(self) -> None:
+        """Gradients are cleared."""
+        if self._lost:
+            self._lost = False
+            self._warnings.of_lost_gradients()
+        self.run.open(self.position())
+
+    def close(self) -> None:
+        """An optimizer step comes: scale the gradients if no loss did, since the last micro-batch had none."""
+        if self.run.window is not None:
+            if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
+                self.warn_if_dropped()
+            self.run.close(self._parameters)
+
+    def position(self) -> int:
+        """The epoch or step, as the plan counts."""
+        return self._trainer.current_epoch if self._plan.unit == "epoch" else self._trainer.global_step
+
+    def warn_if_dropped(self) -> None:
+        """Warn if gradients were collected that no step has taken."""
+        if self.run.window is not None and self.run.window.batches:
+            self._warnings.of_dropped_gradients()
+
+    def put_back(self) -> None:
+        """Leave the Trainer as it was found."""
+        self._trainer.accumulate_grad_batches = self._found
+        for undo in reversed(self._undo):
+            undo()
+
+    def _begin(self, start: int) -> None:
+        """A new window, from this micro-batch of the epoch on."""
+        self.warn_if_dropped()
+        self.run.begin(start, self.position())
+        factor = self.run.bounds.factor
+        if factor is not None and not skips_backward(self._trainer):  # StochasticWeightAveraging sets it in that epoch
+            self._trainer.accumulate_grad_batches = factor
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """The loss that the backward of the micro-batch in progress starts from."""
+        run, trainer = self.run, self._trainer
+        if self._callback not in trainer.callbacks:  # type: ignore[attr-defined]  # a finder put it aside
+            return loss
+        if run.had_backward and self._accumulates:
+            refuse_repeats(trainer)
+        window = run.window or run.open(self.position())
+        is_last = not is_accumulating(trainer)
+        weight = run.weight(self._parameters, is_last, self._shrinks)
+        if is_last and run.bounds.factor is None:
+            trainer.accumulate_grad_batches = window.batches  # for those who read it
+        if not isinstance(weight, float):
+            return loss * weight.to(loss.dtype)
+        return loss if weight == 1.0 else loss * weight
+
+    def _parameters(self) -> Any:
+        return parameters_of(self._trainer)
