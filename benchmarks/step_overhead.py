@@ -3,9 +3,10 @@
 The model is tiny on purpose: what does not shrink with the model is all there is to see. Each variant is held against
 the Trainer that does the same work with its own arguments.
 
-All variants train in one process, a thread for each, and take turns: one window of 4 batches each, in a new random
-order every round. A difference is taken between windows of the same round, so that a machine that is slower for a while
-is slower for both. A window takes the CPU time of its thread, in which all of it happens. "Lightning again" is the
+All variants train in one process, a thread for each, and take turns of 10 windows of 4 batches, in a new random order
+every time. The first window of a turn is not counted: it finds the processor's caches full of another run, as no
+training does. A difference is taken between turns that follow one another, so that a machine that is slower for a while
+is slower for both. A turn takes the CPU time of its thread, in which all of it happens. "Lightning again" is the
 baseline a second time: what it seems to add is what the measurement cannot tell. Each round of the harness is a fresh
 process.
 
@@ -28,7 +29,8 @@ from rich.console import Console
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 WINDOW = 4
-_WARMUP_WINDOWS = 25
+TURN = 10  # windows
+_WARMUP_TURNS = 3
 _ACCUMULATE = {"accumulate_grad_batches": WINDOW}
 _CLIP = {"gradient_clip_val": 1.0}
 _OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,12 +92,12 @@ class Turns:
         self.next()
 
 
-def measure(windows: int) -> dict[str, float]:
-    """Train each run for so many windows.
+def measure(count: int) -> dict[str, float]:
+    """Let each run have so many turns.
 
     Returns:
-        For each run ``"<name>: microseconds per batch"``, the median over its windows; and ``"<name>: added"`` for
-        those with a baseline, the median over the differences between windows of the same round.
+        For each run ``"<name>: microseconds per batch"``, the median over its turns; and ``"<name>: added"`` for those
+        with a baseline, the median over the differences between the turns of both.
     """
     turns = Turns(len(RUNS))
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}
@@ -104,7 +106,7 @@ def measure(windows: int) -> dict[str, float]:
     def train(member: int, name: str) -> None:
         turns.wait(member)
         try:
-            _train(RUNS[name], windows, turns, member, seconds[name])
+            _train(RUNS[name], count, turns, member, seconds[name])
         except BaseException as error:  # raised below, in the thread that measures
             errors.append(error)
         finally:
@@ -118,11 +120,11 @@ def measure(windows: int) -> dict[str, float]:
         thread.join()
     if errors:
         raise errors[0]
-    return added_microseconds({name: told[_WARMUP_WINDOWS:] for name, told in seconds.items()})
+    return added_microseconds({name: told[_WARMUP_TURNS:] for name, told in seconds.items()})
 
 
 def added_microseconds(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """The numbers of :func:`measure` from the seconds of each window of each run."""
+    """The numbers of :func:`measure` from the seconds of a window, in each turn of each run."""
     told = {}
     for name, own in seconds.items():
         told[f"{name}: microseconds per batch"] = 1e6 * statistics.median(own) / WINDOW
@@ -133,7 +135,7 @@ def added_microseconds(seconds: dict[str, list[float]]) -> dict[str, float]:
     return told
 
 
-def _train(run: Run, windows: int, turns: Turns, member: int, seconds: list[float]) -> None:
+def _train(run: Run, count: int, turns: Turns, member: int, seconds: list[float]) -> None:
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torch import nn
@@ -151,24 +153,26 @@ def _train(run: Run, windows: int, turns: Turns, member: int, seconds: list[floa
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     class Stopwatch(Callback):
-        """At the end of each window, which starts and ends inside this hook."""
+        """A turn starts and ends inside this hook, at the end of a window."""
 
-        started: float | None = None
+        started = 0.0
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if (batch_idx + 1) % WINDOW:
+            window, inside = divmod(batch_idx + 1, WINDOW)
+            if inside:
                 return
-            if self.started is not None:
-                seconds.append(time.thread_time() - self.started)
-            turns.next()
-            turns.wait(member)
-            self.started = time.thread_time()
+            if window % TURN == 0:
+                seconds.append((time.thread_time() - self.started) / (TURN - 1))
+                turns.next()
+                turns.wait(member)
+            elif window % TURN == 1:
+                self.started = time.thread_time()
 
     def built(name: str) -> Any:
         module, arguments = _OURS[name]
         return getattr(importlib.import_module(f"lightning_speedkit.optimize.{module}"), name)(**arguments)
 
-    data = list(torch.randn(WINDOW * (windows + 1), 8, 32))  # the first window only starts the clock
+    data = list(torch.randn(WINDOW * TURN * count, 8, 32))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             max_epochs=1,
@@ -188,12 +192,13 @@ def _train(run: Run, windows: int, turns: Turns, member: int, seconds: list[floa
 def main() -> None:
     """Run it from the command line."""
     arguments = benchmark_arguments("The cost per batch of accumulation, clipping and guards.")
-    windows = 50 if arguments.smoke else 1500
+    count = 5 if arguments.smoke else 100
     content = run_benchmark(
         "step_overhead",
-        [Variant("all runs by turns", "benchmarks.step_overhead:measure", {"windows": windows})],
+        [Variant("all runs by turns", "benchmarks.step_overhead:measure", {"count": count})],
         rounds=arguments.rounds,
         warmup=0,
+        forked=arguments.smoke,
         results=arguments.results,
         console=Console(quiet=True),
     )

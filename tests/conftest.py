@@ -7,11 +7,15 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy
 import pytest
 import torch
 
 from lightning_speedkit.presets.catalogue import REGISTRY
+
+hypothesis.settings.register_profile("kit", deadline=None)  # a first import in a test takes seconds on a busy machine
+hypothesis.settings.load_profile("kit")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_speedkit.measure.samples import tensors_in
+from lightning_speedkit.optimize.batch_split import samples_of
 
 __all__ = ["AccumulationWindow", "samples_in", "scale_gradients", "weigh_backward", "whole_number"]
 
@@ -186,28 +186,20 @@ def weigh_backward(loss: Tensor, weight: float | Tensor) -> None:
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in a batch: the length of the first dimension that all of its tensors share.
+    """The number of samples in a batch, as :func:`~lightning_speedkit.optimize.batch_split.samples_of` tells it.
 
-    Looks into mappings, sequences and dataclasses. Tensors of no dimension and what is no tensor are passed over; a
-    batch of nothing else than tensors of no dimension is one sample.
+    What is of an unknown type is passed over.
 
     Raises:
-        ValueError: There is no tensor, or the tensors differ in their first dimension.
+        ValueError: The number cannot be told.
 
     >>> samples_in({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8), "name": ["a"] * 8})
     8
     >>> samples_in((torch.zeros(8, 2), torch.zeros(5)))
     Traceback (most recent call last):
         ...
-    ValueError: Cannot tell the number of samples of a tuple: its tensors have first dimensions of 5 and 8.
+    ValueError: Cannot tell the samples of a tuple: its tensors have batch dimensions of 5 and 8.
     """
     if type(batch) is Tensor and batch.ndim:
         return batch.shape[0]
-    tensors = list(tensors_in(batch))
-    lengths = sorted({tensor.shape[0] for tensor in tensors if tensor.ndim})
-    if len(lengths) == 1:
-        return lengths[0]
-    if tensors and not lengths:
-        return 1
-    found = f"its tensors have first dimensions of {' and '.join(map(str, lengths))}" if lengths else "it has no tensor"
-    raise ValueError(f"Cannot tell the number of samples of a {type(batch).__name__}: {found}.")
+    return samples_of(batch, strict=False)

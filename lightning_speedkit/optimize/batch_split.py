@@ -24,7 +24,7 @@ __all__ = ["mapping_like", "samples_of", "sequence_like", "split_batch"]
 _SHARED = (bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, type(None))
 
 
-def samples_of(batch: Any, dim: int = 0) -> int:
+def samples_of(batch: Any, dim: int = 0, strict: bool = True) -> int:
     """The number of samples in a batch: the length of the batch dimension that all of its tensors share.
 
     Looks into mappings, sequences and dataclasses. Tensors and arrays with fewer dimensions are taken at their last
@@ -35,24 +35,25 @@ def samples_of(batch: Any, dim: int = 0) -> int:
     Args:
         batch: The batch.
         dim: The batch dimension: 0, or 1 for padded sequences that are time first.
+        strict: Whether something of an unknown type is an error, since it may have samples; else it is passed over.
 
     Raises:
         ValueError: The number cannot be told.
-        TypeError: Something in the batch is of a type that is not known to have no samples.
+        TypeError: ``strict``, and something in the batch is of a type that is not known to have no samples.
 
     >>> samples_of({"tokens": torch.zeros(5, 8), "lengths": torch.zeros(8), "name": "a"}, dim=1)
     8
     >>> samples_of(([torch.zeros(3, 20, 30), torch.zeros(3, 10, 40)], [{"boxes": torch.zeros(1, 4)}, {"boxes": None}]))
     2
     """
-    return _counted(batch, dim)[0]
+    return _counted(batch, dim, strict)[0]
 
 
-def _counted(batch: Any, dim: int) -> tuple[int, bool]:
+def _counted(batch: Any, dim: int, strict: bool = True) -> tuple[int, bool]:
     """The number of samples, and whether the lists among the outermost fields hold one in each entry."""
-    lengths, fields = set(_lengths(batch, dim)), _fields(batch)
+    lengths, fields = set(_lengths(batch, dim, strict)), _fields(batch)
     columns = {len(field) for field in fields if _is_column(field)}
-    others = {length for field in fields if not _is_column(field) for length in _lengths(field, dim)}
+    others = {length for field in fields if not _is_column(field) for length in _lengths(field, dim, strict)}
     rows = any(isinstance(entry, Mapping) for field in fields if _is_column(field) for entry in field)  # of a detector
     if len(lengths) == 1 and not (rows and len(columns) == 1 and others <= columns):
         return lengths.pop(), False
@@ -62,7 +63,7 @@ def _counted(batch: Any, dim: int) -> tuple[int, bool]:
         return 1, False
     listed = " and ".join(map(str, sorted(lengths)))
     found = f"its tensors have batch dimensions of {listed}" if lengths else "it has no tensor"
-    raise ValueError(f"A {type(batch).__name__} cannot be split into samples: {found}.")
+    raise ValueError(f"Cannot tell the samples of a {type(batch).__name__}: {found}.")
 
 
 def split_batch(batch: Any, size: int, dim: int = 0) -> list[Any]:
@@ -114,7 +115,7 @@ def _along(value: Tensor | numpy.ndarray[Any, Any], dim: int) -> int:
     return min(dim, value.ndim - 1)
 
 
-def _lengths(value: Any, dim: int) -> Iterator[int]:
+def _lengths(value: Any, dim: int, strict: bool = True) -> Iterator[int]:
     if isinstance(value, PackedSequence):
         yield int(value.batch_sizes[0])
     elif isinstance(value, Tensor) and _is_nested(value):
@@ -124,8 +125,8 @@ def _lengths(value: Any, dim: int) -> Iterator[int]:
             yield value.shape[_along(value, dim)]
     elif isinstance(value, (Mapping, list, tuple)) or dataclasses.is_dataclass(value):
         for field in _fields(value):
-            yield from _lengths(field, dim)
-    elif not isinstance(value, (*_SHARED, numpy.generic)):
+            yield from _lengths(field, dim, strict)
+    elif strict and not isinstance(value, (*_SHARED, numpy.generic)):
         raise TypeError(
             f"A batch that holds a {type(value).__module__}.{type(value).__qualname__} cannot be split into samples."
         )

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_speedkit.optimize import (
     AccumulationWindow,
@@ -177,7 +178,17 @@ class _Record:
         (_Pair(torch.zeros(5), torch.zeros(5)), 5),
         (_Record(torch.zeros(5), "five"), 5),
         (OrderedDict(x=torch.zeros(5), names=["a"] * 5, scale=torch.tensor(2.0)), 5),
-        ({"deep": [{"er": (torch.zeros(5),)}]}, 5),
+        ({"deep": {"er": (torch.zeros(5),)}}, 5),
+        (pack_sequence([torch.zeros(2), torch.zeros(1)]), 2),
+        ([torch.zeros(5), object()], 5),
+        # as a detector gets them: pictures of three channels, and what is in each
+        (
+            (
+                [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)],
+                [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(3, 4)}],
+            ),
+            2,
+        ),
     ],
 )
 def test_the_number_of_samples_is_found(batch: Any, samples: int) -> None:

@@ -139,7 +139,7 @@ class _Graph:
     [
         ((torch.zeros(8, 2), torch.zeros(5)), ValueError, "batch dimensions of 5 and 8"),
         ({"a": [torch.zeros(3)] * 2, "b": torch.zeros(4)}, ValueError, "3 and 4"),
-        ("text", ValueError, "A str cannot be split into samples: it has no tensor"),
+        ("text", ValueError, "Cannot tell the samples of a str: it has no tensor"),
         ((["a"], ["b", "c"]), ValueError, "it has no tensor"),
         ([torch.zeros(3), _Graph()], TypeError, r"_Graph cannot be split"),
     ],
