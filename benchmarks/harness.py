@@ -122,13 +122,15 @@ def run_benchmark(
     return content
 
 
-def benchmark_arguments(description: str, rounds: int = 5) -> argparse.Namespace:
-    """The command line that every benchmark shares: ``rounds``, ``warmup``, ``smoke`` and ``results``.
+def benchmark_arguments(
+    description: str, rounds: int = 5, parent: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The command line that every benchmark shares: ``rounds``, ``warmup``, ``smoke`` and ``results``; and those of a parent.
 
     ``--smoke`` asks for one round without warm-up, to see that it runs: its numbers mean nothing, so they go to a
     temporary folder unless ``--results`` names another.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, parents=[parent] if parent else [])
     parser.add_argument("--rounds", type=int, default=rounds, help="measured rounds (%(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them (%(default)s)")
     parser.add_argument("--results", type=Path, default=None, help="folder of the result file (benchmarks/results)")

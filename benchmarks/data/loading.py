@@ -23,6 +23,7 @@ PEERS = {  # and their modules
 _ELSEWHERE = "FFCV_PYTHON"  # the environment variable that names a Python with FFCV
 _BARE = {"tensors": "copying", "large": "copying", "images": "decoding"}
 _MEASURE = "benchmarks.data.measuring:measure"
+_NAIVE = "naive LMDB, 2 workers"
 _TRAINER = "benchmarks.data.through_trainer:measure"
 
 
@@ -82,13 +83,18 @@ def bars(data: str) -> list[Bar]:
 
 def run(data: str) -> None:
     """Measure, write ``data_<name>.json``, and tell which bars are met."""
-    arguments: argparse.Namespace = benchmark_arguments(f"Loading: {dataset(data, small=True).name}.", rounds=5)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone, beside naive LMDB")
+    arguments = benchmark_arguments(f"Loading: {dataset(data, small=True).name}.", rounds=5, parent=parser)
     small = arguments.smoke
     dataset(data, small=small)
+    chosen = variants(data, epochs=1 if small else 4, small=small)
+    if arguments.only:
+        chosen = [variant for variant in chosen if variant.name in (_NAIVE, *arguments.only)]
     content = run_benchmark(
-        f"data_{data}",
-        variants(data, epochs=1 if small else 4, small=small),
-        baseline="naive LMDB, 2 workers",
+        f"data_{data}_only" if arguments.only else f"data_{data}",
+        chosen,
+        baseline=_NAIVE,
         rounds=arguments.rounds,
         warmup=arguments.warmup,
         forked=arguments.smoke,
@@ -96,4 +102,6 @@ def run(data: str) -> None:
         higher_is_better=["samples_per_second", "bytes_per_second"],
         results=arguments.results,
     )
-    held_against(content, bars(data), arguments.results)
+    names = {variant.name for variant in chosen}
+    decided = [bar for bar in bars(data) if {bar.variant, bar.against} <= names]
+    held_against(content, decided, arguments.results)
