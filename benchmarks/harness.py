@@ -125,10 +125,10 @@ def run_benchmark(
 def benchmark_arguments(
     description: str, rounds: int = 5, parent: argparse.ArgumentParser | None = None
 ) -> argparse.Namespace:
-    """The command line that every benchmark shares: ``rounds``, ``warmup``, ``smoke`` and ``results``; and those of a parent.
+    """The command line that every benchmark shares: ``rounds``, ``warmup``, ``smoke`` and ``results``.
 
     ``--smoke`` asks for one round without warm-up, to see that it runs: its numbers mean nothing, so they go to a
-    temporary folder unless ``--results`` names another.
+    temporary folder unless ``--results`` names another. ``parent`` has the options of this benchmark alone.
     """
     parser = argparse.ArgumentParser(description=description, parents=[parent] if parent else [])
     parser.add_argument("--rounds", type=int, default=rounds, help="measured rounds (%(default)s)")

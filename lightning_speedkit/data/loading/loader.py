@@ -18,32 +18,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from multiprocessing import get_all_start_methods
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lightning_speedkit.data.argument_checks import check_choice, checked_integer
-from lightning_speedkit.data.loading.batch_builder import StoreBatches, builder_for
-from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask
-from lightning_speedkit.data.loading.epoch_order import REMAINDERS, EpochOrder
-from lightning_speedkit.data.loading.loader_crew import Crew, Pending
+from lightning_speedkit.data.argument_checks import checked_integer
+from lightning_speedkit.data.loading.crew_for_dataset import crew_for_dataset, is_of_use
+from lightning_speedkit.data.loading.epoch_tasks import BatchesAhead, EpochTasks
+from lightning_speedkit.data.loading.loader_crew import Crew
 from lightning_speedkit.data.loading.loader_position import LoaderPosition
-from lightning_speedkit.data.loading.read_ahead import ReadAhead
-from lightning_speedkit.data.loading.shuffle_choice import choose_shuffle, is_store
-from lightning_speedkit.data.loading.store_window import StoreWindow
-from lightning_speedkit.data.loading.worker_choice import WORKERS, choose_workers
-from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+from lightning_speedkit.data.loading.shuffle_choice import choose_order
+from lightning_speedkit.data.loading.worker_choice import check_workers
 from lightning_speedkit.errors import LoaderError
 
 __all__ = ["RingLoader"]
-
-_AHEAD = 4  # batches announced to the kernel before their turn to be made
 
 
 class RingLoader:
@@ -104,15 +96,9 @@ class RingLoader:
         pin_memory: bool = False,
         start_method: str | None = None,
     ) -> None:
-        check_choice("workers", workers, WORKERS)
-        check_choice("remainder", remainder, REMAINDERS)
-        check_choice("start_method", start_method, (None, *get_all_start_methods()))
-        if workers in ("threads", "processes") and num_workers == 0:
-            raise ValueError(f"workers={workers!r} needs num_workers of 1 or more, or None; 0 means workers='inline'.")
+        check_workers(workers, num_workers, start_method)
         if collate is not None and not callable(collate):
             raise TypeError(f"collate must be callable or None, got {collate!r}.")
-        if not len(dataset):
-            raise ValueError(f"{type(dataset).__name__} has no samples.")
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True has no effect without a CUDA device.", stacklevel=2)
             pin_memory = False
@@ -120,28 +106,23 @@ class RingLoader:
         self.batch_size = checked_integer("batch_size", batch_size, 1)
         self.drop_last = drop_last
         self.workers = workers
-        self.num_workers = None if num_workers is None else checked_integer("num_workers", num_workers, 0)
+        self.num_workers = None if num_workers is None else int(num_workers)
         self.prefetch_factor = checked_integer("prefetch_factor", prefetch_factor, 1)
         self.pin_memory = pin_memory
         self.start_method = start_method
         self._collate = collate
-        kind, self._fits, extra = choose_shuffle(dataset, shuffle)
-        self.order = EpochOrder(
-            samples=len(dataset),
+        self.order, self._fits = choose_order(
+            dataset,
+            shuffle,
             batch_size=self.batch_size,
-            shuffle=kind,
-            seed=checked_integer("seed", seed, 0),
+            seed=seed,
             drop_last=drop_last,
             remainder=remainder,
-            rank=checked_integer("rank", rank, 0),
-            world_size=checked_integer("world_size", world_size, 1),
-            **extra,
+            rank=rank,
+            world_size=world_size,
         )
-        if self.order.rank >= self.order.world_size:
-            raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
         self._position = LoaderPosition()
         self._crew: Crew | None = None
-        self._made_for: Any = None  # the transform that the workers of the crew have
 
     def __len__(self) -> int:
         """The batches of an epoch, of this rank."""
@@ -210,97 +191,57 @@ class RingLoader:
         return self.__dict__ | own
 
     def _iterate(self, position: LoaderPosition, turn: int) -> Iterator[Any]:
-        epoch, start = position.epoch, position.start
-        steps = self.order.steps(start)
-        crew = self._crew_for_iteration()
-        iteration = crew.iteration = object()
-        coming: deque[BatchTask] = deque()  # announced to the kernel
-        pending: deque[Pending] = deque()  # being made
-        known = submitted = 0
+        tasks, crew = self._tasks(), self._crew_for_iteration()
+        batches = BatchesAhead(crew, tasks)
         try:
-            for step in range(steps):
-                while submitted < steps and len(pending) < crew.depth:
-                    while known < min(steps, submitted + 1 + _AHEAD):
-                        coming.append(self._task(epoch, known, start))
-                        crew.announce(epoch, coming[-1], self.order.span(known, start)[1])
-                        known += 1
-                    pending.append(crew.submit(coming.popleft()))
-                    submitted += 1
-                batch = crew.result(pending.popleft())
+            for step in range(tasks.steps):
+                batch = batches.next()
                 if turn == position.turn:
                     position.given = step + 1  # before it is given: the state is that of a loop which has got it
-                if step + 1 == steps and crew.iteration is iteration:
-                    crew.iteration = None  # a loop that counts its batches does not come back for the end
                 yield batch
                 del batch
             if turn == position.turn:
-                position.begin(epoch + 1)
+                position.begin(tasks.epoch + 1)
         finally:
             if crew.process == os.getpid():  # else a forked child lets go of what it inherited
-                if crew.iteration is iteration:
-                    self._drain(crew, pending)
-                if crew is not self._crew:
-                    crew.close()
+                self._end(crew, batches)
 
-    def _drain(self, crew: Crew, pending: deque[Pending]) -> None:
+    def _end(self, crew: Crew, batches: BatchesAhead) -> None:
         try:
-            crew.drain(pending)
+            batches.drop()
         except BaseException:  # its workers may be anywhere in their tasks: they are not used again
             crew.close()
             self._crew = None if crew is self._crew else self._crew
             raise
-        crew.iteration = None
+        if crew is not self._crew:
+            crew.close()
 
     def _crew_for_iteration(self) -> Crew:
         crew = self._crew
         if crew is not None and crew.process != os.getpid():
             crew = None  # inherited by a fork
-        if crew is not None and crew.iteration is None:
-            dead = crew.choice.kind == "processes" and not crew.pids  # and no other could be started
-            if dead or self._made_for is not self._transform():
-                self.close()
-                crew = None
+        if crew is not None and crew.iteration is None and not is_of_use(crew, self.dataset):
+            self.close()
+            crew = None
         if crew is None:
-            self._made_for = self._transform()
             self._crew = crew = self._new_crew(self.workers)
         elif crew.iteration is not None:
             crew = self._new_crew("inline")  # a second iteration beside the first does not get workers of its own
         return crew
 
-    def _transform(self) -> Any:
-        """What is applied to the samples of a store; set anew, it takes new workers."""
-        return self.dataset.transform if type(self.dataset) is LMDBDataset else None
-
     def _new_crew(self, workers: str) -> Crew:
-        builder = builder_for(self.dataset, self._collate)
-        epoch, start = self._position.epoch, self._position.start
-        steps = self.order.steps(start)
-        first = [self._task(epoch, step, start) for step in range(min(steps, 4))]
-        choice = choose_workers(
-            builder, first, steps, kind=workers, workers=self.num_workers, start_method=self.start_method
-        )
-        return Crew(
-            builder,
-            choice,
-            batch_size=min(self.batch_size, -(-self.order.samples // self.order.world_size)),
-            steps=self.order.steps(),
+        return crew_for_dataset(
+            self.dataset,
+            self._collate,
+            self._tasks(),
+            workers=workers,
+            num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             pin_memory=self.pin_memory,
-            places=self._collate is None or self.pin_memory,
             start_method=self.start_method,
-            ahead=self._read_ahead(builder),
+            fits=self._fits,
         )
 
-    def _read_ahead(self, builder: BatchBuilder) -> ReadAhead | None:
-        dataset = self.dataset
-        if not is_store(dataset):
-            return None
-        if isinstance(builder, StoreBatches):
-            return ReadAhead(builder.window, self.order, fits=self._fits)
-        window = StoreWindow(dataset.path, dataset.fingerprint)
-        return ReadAhead(window, self.order, fits=self._fits)
-
-    def _task(self, epoch: int, step: int, start: int) -> BatchTask:
-        order = self.order
-        number = self._position.before + step
-        return BatchTask(step, order.batch(epoch, step, start), (order.seed, epoch, order.rank, number))
+    def _tasks(self) -> EpochTasks:
+        position = self._position
+        return EpochTasks(self.order, position.epoch, position.start, position.before)

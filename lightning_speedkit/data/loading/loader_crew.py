@@ -56,6 +56,7 @@ class Crew:
     ) -> None:
         self.process = os.getpid()
         self.iteration: object | None = None  # whose batches are being made
+        self.transform: Any = None  # what the workers have got as the transform of a store, for who wants to know
         self.choice = choice
         wanted = 1 if choice.kind == "inline" else max(prefetch_factor * choice.workers, 2)
         self.depth = max(min(wanted, steps), 1)

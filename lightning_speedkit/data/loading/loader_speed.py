@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_speedkit.data.argument_checks import check_seconds
 from lightning_speedkit.data.loading.worker_choice import cpu_count
-from lightning_speedkit.data.settings.loader_trials import bytes_of
+from lightning_speedkit.data.settings.trial_measurement import bytes_of
 from lightning_speedkit.measure.samples import count_samples
 
 __all__ = ["Bound", "LoaderPass", "LoaderSpeed", "first_pass_bound", "measure_loader", "what_bounds"]

@@ -1,15 +1,16 @@
-"""Chooses between a shuffle of all samples and one by blocks, from the size of the store and of the memory."""
+"""Chooses the order of an epoch: a shuffle of all samples or one by blocks, from the size of store and memory."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from lightning_speedkit.data.argument_checks import a_type
+from lightning_speedkit.data.argument_checks import a_type, check_choice, checked_integer
+from lightning_speedkit.data.loading.epoch_order import REMAINDERS, EpochOrder
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.measure import read_hardware
 
-__all__ = ["choose_shuffle", "is_store"]
+__all__ = ["choose_order", "choose_shuffle", "is_store"]
 
 _logger = logging.getLogger(__name__)
 _SHARE_OF_RAM = 0.5  # a store above it is read in block order
@@ -24,6 +25,45 @@ def is_store(dataset: Any) -> bool:
     False
     """
     return isinstance(dataset, LMDBDataset) and type(dataset).__len__ is LMDBDataset.__len__
+
+
+def choose_order(
+    dataset: Any,
+    shuffle: bool | str,
+    *,
+    batch_size: int,
+    seed: int,
+    drop_last: bool,
+    remainder: str,
+    rank: int,
+    world_size: int,
+) -> tuple[EpochOrder, bool]:
+    """The order of :class:`~lightning_speedkit.data.RingLoader`, and whether the data stays in memory once it was read.
+
+    >>> order, fits = choose_order(
+    ...     "abcd", False, batch_size=2, seed=0, drop_last=False, remainder="pad", rank=0, world_size=1
+    ... )
+    >>> order.samples, fits
+    (4, True)
+    """
+    check_choice("remainder", remainder, REMAINDERS)
+    if not len(dataset):
+        raise ValueError(f"{type(dataset).__name__} has no samples.")
+    kind, fits, extra = choose_shuffle(dataset, shuffle)
+    order = EpochOrder(
+        samples=len(dataset),
+        batch_size=batch_size,
+        shuffle=kind,
+        seed=checked_integer("seed", seed, 0),
+        drop_last=drop_last,
+        remainder=remainder,
+        rank=checked_integer("rank", rank, 0),
+        world_size=checked_integer("world_size", world_size, 1),
+        **extra,
+    )
+    if order.rank >= order.world_size:
+        raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
+    return order, fits
 
 
 def choose_shuffle(dataset: Any, shuffle: bool | str) -> tuple[str, bool, dict[str, Any]]:

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_speedkit.data.argument_checks import check_choice, checked_integer
 from lightning_speedkit.data.loading.batch_builder import StoreBatches
 from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask, seeded
 from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
 
-__all__ = ["WORKERS", "WorkerChoice", "choose_workers", "cpu_count"]
+__all__ = ["WORKERS", "WorkerChoice", "check_workers", "choose_workers", "cpu_count"]
 
 WORKERS = ("auto", "threads", "processes", "inline")
 
@@ -34,6 +35,7 @@ _logger = logging.getLogger(__name__)
 _BATCHES = 4
 _LONG_ENOUGH = 0.5  # seconds: a probe stops after the batch that passes them
 _PATIENCE = 60.0  # seconds until a probe is given up
+_ENDING = 0.5  # seconds until one that has answered is killed
 _CHEAP = 1e-3  # seconds a batch: below, sending it costs as much as making it
 _SIDE_BY_SIDE = 1.5  # threads make more than so many times the batches of one
 
@@ -50,6 +52,19 @@ class WorkerChoice:
 def cpu_count() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def check_workers(workers: str, num_workers: int | None, start_method: str | None) -> None:
+    """Raise unless a loader can have such workers.
+
+    Raises:
+        TypeError, ValueError: one of them is not allowed, or the first two do not agree.
+    """
+    check_choice("workers", workers, WORKERS)
+    check_choice("start_method", start_method, (None, *multiprocessing.get_all_start_methods()))
+    none = num_workers is not None and checked_integer("num_workers", num_workers, 0) == 0
+    if none and workers in ("threads", "processes"):
+        raise ValueError(f"workers={workers!r} needs num_workers of 1 or more, or None; 0 means workers='inline'.")
 
 
 def choose_workers(
@@ -115,8 +130,12 @@ def _probe_elsewhere(builder: BatchBuilder, tasks: list[BatchTask], start_method
         return None  # not to be sent; or a daemonic process, which may start none; or a limit of the machine
     finally:
         theirs.close()
+    probe: _Probe | None = None
     try:
-        return ours.recv() if ours.poll(_PATIENCE) else None
+        if ours.poll(_PATIENCE):
+            probe = ours.recv()
+            process.join(_ENDING)  # it ends by itself, and may have something to put in order
+        return probe
     except (EOFError, OSError):
         return None
     finally:

@@ -22,7 +22,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_speedkit.data.argument_checks import check_choice, check_seconds, checked_integer
 from lightning_speedkit.data.settings.loader_settings import LoaderLimits, LoaderSettings, choose_trial
-from lightning_speedkit.data.settings.loader_trials import LoaderJob, run_trials
+from lightning_speedkit.data.settings.loader_trials import run_trials
+from lightning_speedkit.data.settings.trial_measurement import LoaderJob
 from lightning_speedkit.errors import LoaderError
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.measure import read_hardware

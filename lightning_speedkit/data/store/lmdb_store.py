@@ -2,7 +2,7 @@
 
 LMDB must not open one file twice in a process, and an environment that a forked child inherits must not be used there
 (py-lmdb from 2.0 on refuses the second open even after a fork). So the process keeps a table of open stores by inode,
-counts who uses them, and forgets what it inherited right after a fork.
+counts who uses them, and closes what it inherited right after a fork.
 
 A published store never changes; if other code writes into the file nevertheless, reading raises. Reading hands out
 copies only. The checksum of a block is compared when the process touches the block first.
@@ -50,7 +50,7 @@ class OpenStore:
         self._crcs = check_crc_record(crc, meta, index, path, seal)
         self.index = StoreIndex.of(bytes(meta), index)
         self.index.check()
-        self._file = os.dup(file)
+        self._file = os.fdopen(os.dup(file), "rb", buffering=0)
 
     def read(self, sample: int) -> Any:
         """A sample by its number, from 0 to ``index.samples - 1``; it shares no memory with the store."""
@@ -67,7 +67,7 @@ class OpenStore:
 
         A look at size and time of the file before each read: it finds what was done, not what is being done.
         """
-        if _state_of(self._file) != self._state:
+        if _state_of(self._file.fileno()) != self._state:
             raise StoreCorruptError(
                 f"{self.path} was changed in place while it was open, so what it holds is not known. Close all "
                 f"datasets over it and make new ones. To replace a store, use write_lmdb, or copy beside it and rename."
@@ -96,13 +96,13 @@ class OpenStore:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Close the environment, whoever uses it."""
+        """Close the environment, whoever uses it; again and again does no harm."""
         self.closed = True
         self._blocks.clear()
-        del self.index  # its arrays view the map
+        self.__dict__.pop("index", None)  # its arrays view the map
         self._transaction.abort()
         self._engine.close()
-        os.close(self._file)
+        self._file.close()
 
     def _record(self, key: bytes) -> memoryview:
         try:
@@ -115,6 +115,7 @@ class OpenStore:
 
 
 _table: dict[_FileId, OpenStore] = {}
+_table_process = os.getpid()  # whose table it is
 _table_lock = threading.RLock()  # the collector may close a dataset while this thread opens another
 
 
@@ -126,6 +127,8 @@ def open_store(path: Path) -> OpenStore:
         StoreError: LMDB cannot open it, for example because other code of this process has opened the file.
     """
     with _table_lock:
+        if _table_process != os.getpid():
+            _close_inherited()
         while True:
             file = open_for_reading(path)
             try:
@@ -190,18 +193,24 @@ def _file_id(status: os.stat_result) -> _FileId:
     return status.st_dev, status.st_ino
 
 
-def _forget_inherited() -> None:
-    """In a forked child: close what the parent had open, so that the child can open it for itself."""
-    global _table_lock  # another thread of the parent may have held it
-    _table_lock = threading.RLock()
-    for store in _table.values():
+def _close_inherited() -> None:
+    """In a forked child: close what the parent had open, so that the child can open it for itself.
+
+    An interrupt may end it at any line, so it can be called again; the next opening of a store does that.
+    """
+    global _table_process
+    for identity, store in list(_table.items()):
         store.abandon()
-    _table.clear()
+        _table.pop(identity, None)
+    _table_process = os.getpid()
 
 
 # No fork while a thread is between opening an environment and entering it in the table: the child could not close it.
+# CPython drops what is raised here, so a Ctrl-C in a function written in Python could leave the lock held for ever: the
+# lock's own methods cannot be interrupted once they have it. In the child it is made anew, whoever held it.
 os.register_at_fork(
-    before=lambda: _table_lock.acquire(),
-    after_in_parent=lambda: _table_lock.release(),
-    after_in_child=_forget_inherited,
+    before=_table_lock.acquire,
+    after_in_parent=_table_lock.release,
+    after_in_child=_table_lock._at_fork_reinit,  # type: ignore[attr-defined]
 )
+os.register_at_fork(after_in_child=_close_inherited)

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from torch.utils.data import Dataset
 from lightning_speedkit.data import LMDBDataset, RingLoader, collate_samples, write_lmdb
 from lightning_speedkit.data.loading import process_workers, shuffle_choice
 from lightning_speedkit.errors import LoaderError, StoreCorruptError
-from tests.data.child import ROOT, run_child
+from tests.data.child import ROOT
+from tests.data.forked import end_of_fork, output_of_fork, running_fork, stop_coverage
 from tests.data.processes import alive, wait_until
 from tests.data.samples import same
 
@@ -273,18 +275,12 @@ print([batch.tolist() for batch in loader])
 def test_a_script_without_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert (result.returncode, result.stdout) == (1, "")
-    *_, last = result.stderr.strip().splitlines()
+    end, out, err = output_of_fork(lambda: runpy.run_path(str(script), run_name="__main__"))
+    assert (end, out) == ("raised", "")
+    *_, last = err.strip().splitlines()
     assert "LoaderError" in last
     assert 'if __name__ == "__main__":' in last
-    assert result.stderr.count("bootstrapping phase") == 1  # of the one worker, which is not started again
+    assert err.count("bootstrapping phase") == 1  # of the one worker, which is not started again
 
 
 class Unspeakable(Exception):
@@ -388,24 +384,29 @@ def test_a_loader_that_is_forgotten_leaves_nothing_behind(store: Path) -> None:
     assert wait_until(lambda: threading.active_count() <= threads)
 
 
-INTERRUPTED = """
-import sys, time
-from lightning_speedkit.data import RingLoader
-from tests.data.loading.test_loader import Squares
-loader = RingLoader(Squares(), batch_size=2, workers="processes", num_workers=2)
-batches = iter(loader)
-next(batches)
-print(*loader.worker_pids, flush=True)
-while True:
-    for batch in loader:
-        time.sleep(0.01)
-"""
+def _iterate_for_ever() -> None:
+    loader = RingLoader(Squares(), batch_size=2, workers="processes", num_workers=2, start_method="fork")
+    batches = iter(loader)
+    next(batches)
+    print(*loader.worker_pids, flush=True)
+    while True:
+        for _ in loader:
+            time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_and_no_shared_memory_outlives_the_training_process(number: signal.Signals) -> None:
+def _workers_of(process: int, line: str) -> list[int]:
+    """What it has printed, when they share memory with it that goes with the last of them."""
+    pids = [int(pid) for pid in line.split()]
+    assert len(pids) == 2
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (process, *pids)]
+    assert all("memfd:speedkit-batches" in text for text in maps)
+    assert not any("/dev/shm" in text for text in maps)
+    return pids
+
+
+def test_no_process_outlives_a_training_process_that_hears_ctrl_c() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED],
+        [sys.executable, "-c", "from tests.data.loading.test_loader import _iterate_for_ever as run; run()"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -414,43 +415,43 @@ def test_no_process_and_no_shared_memory_outlives_the_training_process(number: s
     )
     try:
         assert process.stdout is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2
-        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *pids)]
-        assert all("memfd:speedkit-batches" in text for text in maps)
-        assert not any("/dev/shm" in text for text in maps)  # memory without a name goes with the last process
-        if number is signal.SIGINT:
-            os.killpg(process.pid, number)  # Ctrl-C reaches the workers too
-        else:
-            process.send_signal(number)
-        _, printed = process.communicate(timeout=30)
+        pids = _workers_of(process.pid, process.stdout.readline())
+        os.killpg(process.pid, signal.SIGINT)  # the workers hear it too
+        _, printed = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode != 0
-    if number is signal.SIGINT:
-        assert printed.count("KeyboardInterrupt") == 1, printed
+    assert printed.count("KeyboardInterrupt") == 1, printed
     assert wait_until(lambda: not any(map(alive, pids)))
 
 
-def _iterate_in_a_fork(path: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_training_process_that_is_ended(number: signal.Signals) -> None:
+    with running_fork(_iterate_for_ever) as (process, lines):
+        pids = _workers_of(process, lines.readline())
+        os.kill(process, number)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -number
+    assert wait_until(lambda: not any(map(alive, pids)))
+
+
+def _iterate_in_a_fork(path: Path) -> None:
     """The loader is in use when the process is forked; parent and child both go on."""
+    stop_coverage()  # its own locks are not made for a fork beside running threads
     for kind in KINDS:
         loader = RingLoader(LMDBDataset(path), batch_size=8, workers=kind)
         batches = iter(loader)
         next(batches)
-        child = os.fork()
-        if child == 0:
-            names = [name for batch in loader for name in batch["name"]]
-            os._exit(0 if names == [f"n{i}" for i in range(COUNT)] else 3)
+
+        def child(loader: RingLoader = loader) -> None:
+            assert [name for batch in loader for name in batch["name"]] == [f"n{i}" for i in range(COUNT)]
+
+        assert end_of_fork(child, measured=False) == "returned"
         assert [name for batch in batches for name in batch["name"]] == [f"n{i}" for i in range(8, COUNT)]
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         loader.close()
-    print("done")
 
 
 def test_parent_and_forked_child_both_go_on(store: Path) -> None:
-    child = run_child(_iterate_in_a_fork, str(store), timeout=100)
-    assert child.stdout.strip() == "done", child.stderr[-3000:]
+    assert end_of_fork(lambda: _iterate_in_a_fork(store), measured=False) == "returned"
 
 
 def test_a_store_that_is_replaced_meanwhile(tmp_path: Path, make: Any) -> None:
@@ -465,20 +466,18 @@ def test_a_store_that_is_replaced_meanwhile(tmp_path: Path, make: Any) -> None:
         list(make(dataset, batch_size=2, workers="threads"))
 
 
-def test_torchs_number_of_threads_is_left_alone(make: Any) -> None:
-    code = (
-        "import sys, threading, torch; from lightning_speedkit.data import LMDBDataset, RingLoader;"
-        "torch.set_num_threads(2); found = [];"
-        "loader = RingLoader(LMDBDataset(sys.argv[1]), workers='threads', num_workers=2); list(loader);"
-        "thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()));"
-        "thread.start(); thread.join();"
-        "print(torch.get_num_threads(), found)"
-    )
-    path = make().dataset.path
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert result.stdout.strip() == "2 [2]"
+def _two_threads_for_torch(path: Path) -> None:
+    torch.set_num_threads(2)
+    assert list(RingLoader(LMDBDataset(path), workers="threads", num_workers=2))
+    found = [torch.get_num_threads()]
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert found == [2, 2]
+
+
+def test_torchs_number_of_threads_is_left_alone(store: Path) -> None:
+    assert end_of_fork(lambda: _two_threads_for_torch(store)) == "returned"
 
 
 @pytest.mark.parametrize(
@@ -687,9 +686,11 @@ def test_what_is_no_state_is_refused(make: Any, epoch: int | None) -> None:
         make().load_state_dict(state)
 
 
-def _with_little_address_space(path: str, limit: int) -> None:
+def _with_small_files(path: Path, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    loader = RingLoader(LMDBDataset(path, doubled), batch_size=8, workers="processes", num_workers=2)
+    loader = RingLoader(
+        LMDBDataset(path, doubled), batch_size=8, workers="processes", num_workers=2, start_method="fork"
+    )
     try:
         print([int(batch[0]) for batch in loader])
     except LoaderError as error:
@@ -700,5 +701,6 @@ def _with_little_address_space(path: str, limit: int) -> None:
     ("limit", "printed"), [(1 << 31, "[0, 16, 32, 48, 64, 80, 96]"), (1 << 20, "Raise the limit of this process")]
 )
 def test_limits_of_the_process(store: Path, limit: int, printed: str) -> None:
-    child = run_child(_with_little_address_space, str(store), limit, timeout=100)
-    assert printed in child.stdout, child.stdout + child.stderr[-3000:]
+    end, out, err = output_of_fork(lambda: _with_small_files(store, limit), measured=False)
+    assert (end, err) == ("returned", "")
+    assert printed in out

@@ -7,8 +7,6 @@ import gc
 import io
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +27,7 @@ from lightning_speedkit.data.loading.process_workers import ProcessWorkers
 from lightning_speedkit.data.loading.ring import Ring, SharedMemory
 from lightning_speedkit.data.loading.sample_batches import SampleBatches
 from lightning_speedkit.errors import LoaderError, StoreCorruptError
-from tests.data.child import ROOT
+from tests.data.forked import running_fork
 from tests.data.processes import alive, wait_until
 from tests.data.samples import same
 
@@ -516,29 +514,26 @@ def test_closing_while_the_workers_of_another_loader_hold_the_same_pipes(monkeyp
     assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
-def train_until_killed(method: str) -> None:
+def train_until_killed() -> None:
     """Prints the workers' numbers, with one at work, and waits."""
-    first, second = Crew(Slow(), 1, method=method), Crew(Mixed(), 1)
+    first, second = Crew(Slow(), 1), Crew(Mixed(), 1)
     first.submit(0)
     second.batches([1])
-    print(os.getpid(), *first.workers.pids, *second.workers.pids, flush=True)
+    print(*first.workers.pids, *second.workers.pids, flush=True)
     time.sleep(120)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_the_training_process(end: signal.Signals) -> None:
-    code = "from tests.data.loading.test_process_workers import *; train_until_killed('fork')"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
-        pid, *workers = map(int, parent.stdout.readline().split())
-        assert pid == parent.pid
-        assert all(map(alive, workers))
+    with running_fork(train_until_killed) as (parent, lines):
+        busy, idle = map(int, lines.readline().split())
+        assert alive(busy)
+        assert alive(idle)
         time.sleep(0.1)
-        parent.send_signal(end)
-        parent.wait(60)
-        assert wait_until(lambda: not alive(workers[1]), 30)
-        os.kill(workers[0], signal.SIGKILL)  # in the middle of a sample that takes a minute
+        os.kill(parent, end)
+        os.waitpid(parent, 0)
+        assert wait_until(lambda: not alive(idle), 30)
+        os.kill(busy, signal.SIGKILL)  # in the middle of a sample that takes a minute
 
 
 def test_ctrl_c_is_for_the_training_process(crew: Callable[..., Crew]) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from lightning_speedkit.data.loading import quiet_start
 from lightning_speedkit.data.loading.quiet_start import start_quietly
-from tests.data.child import ROOT
+
+FOLDER = str(Path(quiet_start.__file__).parent)  # where it can be imported without torch, which takes seconds
 
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
-from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
+from quiet_start import ignore_interrupts, start_quietly
 
 def work():
     os.kill(os.getpid(), signal.SIGINT)  # it comes before the worker is ready
@@ -37,7 +39,7 @@ if __name__ == "__main__":
 def test_an_interrupt_before_the_worker_is_ready_is_dropped() -> None:
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": FOLDER},
         capture_output=True,
         text=True,
         timeout=100,
@@ -54,7 +56,7 @@ def show():
     print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
 
 if __name__ == "__main__":
-    from lightning_speedkit.data.loading.quiet_start import start_quietly
+    from quiet_start import start_quietly
     if "tracker" in sys.argv:
         resource_tracker.ensure_running()
     for how in sys.argv[2].split(","):
@@ -78,7 +80,7 @@ def test_who_hears_an_interrupt(tmp_path: Path, arguments: tuple[str, ...], bloc
     script.write_text(MASKS)
     result = subprocess.run(
         [sys.executable, str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": FOLDER},
         capture_output=True,
         text=True,
         timeout=100,

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_speedkit.data.settings.loader_settings import LoaderSettings
 from lightning_speedkit.data.settings.settled_loader import SettledLoader, settle, why_not_settled
+from tests.data.processes import wait_until
 
 NUMBERS = torch.arange(11)
 
@@ -187,11 +188,11 @@ def test_kept_workers_are_kept_until_an_attribute_of_the_dataset_is_set() -> Non
     dataset.level = 3
     assert [batch.tolist() for batch in settled] == [[3, 3]]
     gc.collect()
-    assert len(_processes()) == 1
+    assert wait_until(lambda: len(_processes()) == 1)
     assert _processes() != workers
     settled.close()
     gc.collect()
-    assert _processes() == set()
+    assert wait_until(lambda: _processes() == set())
     assert [batch.tolist() for batch in settled] == [[3, 3]]  # and it can be used again
     settled.close()
 
@@ -200,7 +201,7 @@ def test_workers_that_are_not_kept_end_with_the_epoch() -> None:
     settled = settle(_loader("shuffled"), TWO)
     list(settled)
     gc.collect()
-    assert _processes() == set()
+    assert wait_until(lambda: _processes() == set())
 
 
 class _Stream(IterableDataset[int]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import gc
+import importlib.util
 import os
-import subprocess
-import sys
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ import torch
 from lightning_speedkit.data import LMDBDataset, write_lmdb
 from lightning_speedkit.data.store import lmdb_store
 from lightning_speedkit.errors import StoreError
-from tests.data.forked import end_of_fork
+from tests.data.forked import end_of_fork, exit_unmeasured, stop_coverage
+from tests.data.processes import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 COUNT = 40
 
 
@@ -102,8 +104,9 @@ def test_users_are_counted(path: Path) -> None:
     third.close()
 
 
-def fork_while_a_thread_opens(path: str) -> None:
-    """Forks between the opening of an environment and its entry in the table; run in a process of its own."""
+def fork_while_a_thread_opens(path: Path) -> None:
+    """Forks between the opening of an environment and its entry in the table."""
+    stop_coverage()  # its own locks are not made for a fork beside a running thread
     opening, forking = threading.Event(), threading.Event()
     real = lmdb_store.open_engine
 
@@ -119,23 +122,49 @@ def fork_while_a_thread_opens(path: str) -> None:
     thread = threading.Thread(target=lambda: dataset[0])
     thread.start()
     assert opening.wait(30)
-    assert end_of_fork(lambda: (LMDBDataset(path)[1], dataset[2])) == "returned"
+    assert end_of_fork(lambda: (LMDBDataset(path)[1], dataset[2]), measured=False) == "returned"
     thread.join()
     assert dataset[3][1] == 3
 
 
 def test_a_fork_waits_for_a_thread_that_opens_the_store(path: Path) -> None:
-    """Else the child inherits an environment that is in no table, and LMDB refuses to open the file a second time.
+    """Else the child inherits an environment that is in no table, and LMDB refuses to open the file a second time."""
+    assert end_of_fork(lambda: fork_while_a_thread_opens(path), measured=False) == "returned"
 
-    In a fresh process and without coverage, whose own locks are not made for a fork beside a running thread.
-    """
-    code = f"from tests.data.store.test_lmdb_store import fork_while_a_thread_opens as run; run({str(path)!r})"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+
+def another_lmdb_store() -> Any:
+    """The module once more, so that what it registers for forks comes after what the caller has registered."""
+    spec = importlib.util.spec_from_file_location("another_lmdb_store", lmdb_store.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def interrupt_in_the_hooks_of_a_fork(path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.register_at_fork(after_in_parent=_thread.interrupt_main, after_in_child=_thread.interrupt_main)
+    store = another_lmdb_store()
+    inherited = store.open_store(path)
+    with contextlib.suppress(KeyboardInterrupt):  # dropped, or here, as the interpreter likes
+        os.fork()
+    opened: list[Any] = []
+    threading.Thread(target=lambda: opened.append(store.open_store(path)), daemon=True).start()
+    assert wait_until(lambda: bool(opened), 20)
+    assert opened[0].read(7)[1] == 7
+    if os.getpid() == inherited.process:
+        assert opened[0] is inherited
+        assert os.wait()[1] == 0
+    else:
+        assert opened[0].process == os.getpid()
+        assert inherited.closed
+        exit_unmeasured(0)
+
+
+def test_an_interrupt_in_the_moment_of_a_fork_holds_nothing_up(path: Path) -> None:
+    """It comes before the first of the functions that are called on either side, and CPython drops what they raise."""
+    assert end_of_fork(lambda: interrupt_in_the_hooks_of_a_fork(path), measured=False) == "returned"
 
 
 def test_a_store_that_the_collector_closes_while_it_is_looked_up_is_opened_anew(

@@ -20,7 +20,7 @@ from lightning_speedkit.data import LMDBDataset, verify_lmdb, write_lmdb
 from lightning_speedkit.data.store.lmdb_index import StoreIndex
 from lightning_speedkit.data.store.sample_codec import Schema
 from lightning_speedkit.errors import StoreCorruptError, StoreError, StoreNotFoundError, StoreVersionError
-from tests.data.child import run_child
+from tests.data.forked import output_of_fork
 from tests.data.samples import same, varied_samples
 
 STORES: dict[str, Any] = {
@@ -41,10 +41,10 @@ def _read_all(path: Path) -> list[Any]:
     return samples
 
 
-def _damage_everywhere(folder: str) -> None:
+def _damage_everywhere(folder: Path) -> None:
     outcomes = {}
     for name in STORES:
-        path = _write(name, Path(folder, f"{name}.lmdb"))
+        path = _write(name, folder / f"{name}.lmdb")
         size = path.stat().st_size
         for width in (1, 600):
             source = random.Random(width)
@@ -90,9 +90,9 @@ def _damage(name: str, store: Path, positions: list[int], width: int) -> dict[st
 
 
 def test_no_damage_passes_unnoticed_or_kills(tmp_path: Path) -> None:
-    child = run_child(_damage_everywhere, str(tmp_path))
-    assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout)
+    end, out, err = output_of_fork(lambda: _damage_everywhere(tmp_path))
+    assert end == "returned", err[-3000:]
+    found = json.loads(out)
     assert len(found) == 6
     for outcomes in found.values():
         assert outcomes["wrong"] == []
@@ -100,9 +100,9 @@ def test_no_damage_passes_unnoticed_or_kills(tmp_path: Path) -> None:
         assert outcomes["error"] > 40
 
 
-def _truncate_everywhere(folder: str) -> None:
+def _truncate_everywhere(folder: Path) -> None:
     for name in STORES:
-        short = _write(name, Path(folder, "short.lmdb"))
+        short = _write(name, folder / "short.lmdb")
         size = short.stat().st_size
         lengths = {*range(0, 200, 9), *range(0, size, size // 20), *range(size - 300, size, 3), size - 1}
         for length in sorted(lengths, reverse=True):
