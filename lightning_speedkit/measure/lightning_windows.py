@@ -23,6 +23,8 @@ class WindowRules(Protocol):
     """What :func:`follow_windows` asks about the batch in progress, or the last one between two batches."""
 
     counts_steps: bool  # whether the ``frequency`` of a learning-rate schedule counts optimizer steps
+    settled: int  # the number of batches that were begun, if ``accumulates`` holds for the last of them; -1 for none
+    accumulates: bool  # whether no optimizer step follows its backward
 
     def hold(self) -> bool:
         """Whether the rules hold now; if not, Lightning decides as if it had none."""
@@ -33,7 +35,7 @@ class WindowRules(Protocol):
     def closes(self, batch: int) -> bool | None:
         """Whether an optimizer step follows the backward of this batch of the epoch, also where it does not end.
 
-        ``None`` if the rules do not hold now. Asked six times per batch.
+        ``None`` if the rules do not hold now. Asked six times per batch, but where the answer is ``settled``.
         """
 
     def is_open(self) -> bool:
@@ -122,11 +124,13 @@ class _EpochInWindows(_TrainingEpochLoop):
 
     def _should_accumulate(self) -> bool:
         # Lightning's answer, without its way through properties: it is asked for six times per batch
-        progress = self.batch_progress
+        progress, rules = self.batch_progress, self._rules_of_windows
         ready = progress.current.ready
+        if ready == rules.settled and rules.hold():
+            return rules.accumulates
         is_final = progress.is_last_batch or ready == self.trainer.fit_loop.max_batches
         if not (is_final or self.automatic_optimization._skip_backward):
-            closes = self._rules_of_windows.closes(ready - 1)
+            closes = rules.closes(ready - 1)
             if closes is not None:
                 return not closes
         return super()._should_accumulate()
@@ -141,6 +145,8 @@ class _EpochInWindows(_TrainingEpochLoop):
             self.trainer.should_stop = True
 
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if not self.trainer.lr_scheduler_configs:
+            return
         rules = _rules(self)
         found = [(config, config.frequency) for config in self.trainer.lr_scheduler_configs]
         for config, frequency in found:

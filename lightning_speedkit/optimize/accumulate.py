@@ -73,7 +73,8 @@ class AccumulationScheduler(Callback):
 
     Raises:
         ValueError: An argument is not allowed; or, during ``fit``, the samples of a batch cannot be told.
-        TypeError: A start or number is no whole number; or, during ``fit``, the batch is counted as none.
+        TypeError: A start or number is no whole number, or another argument is of the wrong kind; or, during ``fit``,
+            the batch is counted as no whole number.
         MisconfigurationException: At ``fit``: manual optimization, an optimizer that evaluates its closure several
             times (LBFGS, SAM), a ``training_step`` that takes ``dataloader_iter``, a second callback or Trainer
             argument that sets the factor, a strategy other than one device, DDP and ModelParallelStrategy, or a
@@ -106,6 +107,8 @@ class AccumulationScheduler(Callback):
             raise ValueError(
                 f"target_batch={target_batch!r} and count='batches' both say how long a window is. Keep one."
             )
+        if log_loss is not None and not isinstance(log_loss, str):
+            raise TypeError(f"log_loss={log_loss!r} must be the name to log the loss under, or None.")
         self.schedule = checked_schedule(schedule)
         self.unit = unit
         self.count = count

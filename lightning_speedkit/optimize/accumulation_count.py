@@ -70,6 +70,7 @@ def counter_of(
 
     Raises:
         ValueError: The name is unknown, or names nothing that can be imported and called.
+        TypeError: ``labels`` is no key and no index, or ``ignore_index`` no whole number.
 
     >>> import torch
     >>> counter_of("samples")({"x": torch.zeros(8, 2)})
@@ -77,6 +78,10 @@ def counter_of(
     >>> counter_of("builtins:len")([1, 2, 3])
     3
     """
+    if isinstance(labels, bool) or not isinstance(labels, (str, int)):
+        raise TypeError(f"labels={labels!r} must be a key, an index, or a path such as 'targets.labels'.")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index={ignore_index!r} must be a whole number: the label that does not count.")
     if callable(count):
         return count
     if count == "samples":

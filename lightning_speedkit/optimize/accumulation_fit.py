@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_speedkit.measure.lightning_internals import is_accumulating, skips_backward
+from lightning_speedkit.measure.lightning_internals import skips_backward
 from lightning_speedkit.measure.lightning_windows import follow_windows, weigh_losses
 from lightning_speedkit.optimize.accumulation_count import checked_count
 from lightning_speedkit.optimize.accumulation_plan import WindowPlan
@@ -34,7 +34,8 @@ def place_in_window(
 ) -> dict[str, Any]:
     """Where a run is in its window, and the window if it is open; for a checkpoint, on all ranks."""
     progress = progress_of(trainer)
-    in_batch = progress.ready != progress.processed
+    # else a callback saves as the batch starts, before this one was told of it: it is still between two batches
+    in_batch = progress.ready != progress.processed and run.number == progress.ready - 1
     position = progress.processed - run.bounds.start if run.window is not None or in_batch else 0
     window: dict[str, Any] | None = None
     if position > 0 and run.window is not None and not (in_batch and run.had_backward):
@@ -122,6 +123,7 @@ class AccumulationFit:
         is_one = run.alike or (bounds.factor == 1 and run.ranks.size == 1 and not with_loss)
         samples = 1 if is_one else checked_count(count, batch)
         run.count(samples, number, self.position() if bounds.factor is None else 0)
+        self._rules.settle()
 
     def open(self) -> None:
         """Gradients are cleared."""
@@ -155,6 +157,7 @@ class AccumulationFit:
     def _begin(self, start: int) -> None:
         """A new window, from this micro-batch of the epoch on."""
         self.warn_if_dropped()
+        self._rules.unsettle()
         self.run.begin(start, self.position())
         factor = self.run.bounds.factor
         if factor is not None and not skips_backward(self._trainer):  # StochasticWeightAveraging sets it in that epoch
@@ -168,7 +171,7 @@ class AccumulationFit:
         if run.had_backward and self._accumulates:
             refuse_repeats(trainer)
         window = run.window or run.open(self.position())
-        is_last = not is_accumulating(trainer)
+        is_last = not self._rules.accumulates
         weight = run.weight(self._parameters, is_last, self._shrinks)
         if is_last and run.bounds.factor is None:
             trainer.accumulate_grad_batches = window.batches  # for those who read it

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_speedkit.measure.lightning_internals import is_accumulating
 from lightning_speedkit.optimize.accumulation_plan import WindowPlan
 from lightning_speedkit.optimize.accumulation_ranks import DataRanks
 from lightning_speedkit.optimize.accumulation_run import AccumulationRun
@@ -45,6 +46,7 @@ class TrainerWindows:
     ) -> None:
         self.run = run
         self.counts_steps = plan.accumulates()
+        self.settled, self.accumulates = -1, False
         self._trainer = trainer
         self._callback = callback
         self._plan = plan
@@ -53,6 +55,16 @@ class TrainerWindows:
     def hold(self) -> bool:
         """Whether the Trainer has the callback now."""
         return self._callback in self._trainer.callbacks  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """A batch has begun: ask once whether an optimizer step follows it, until :meth:`unsettle`."""
+        self.settled = -1
+        self.accumulates = is_accumulating(self._trainer)
+        self.settled = progress_of(self._trainer).ready
+
+    def unsettle(self) -> None:
+        """Another batch may be asked about."""
+        self.settled = -1
 
     def opens(self) -> bool:
         """Whether gradients are cleared before the backward of this batch."""

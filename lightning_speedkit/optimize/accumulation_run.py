@@ -58,7 +58,8 @@ class AccumulationRun:
         self.bounds = WindowBounds()
         self.window: AccumulationWindow | None = None  # from the clearing of the gradients to the last backward
         self.samples: int | Tensor = 1  # of the micro-batch in progress
-        self.had_backward = False  # that micro-batch
+        self.number = -1  # of the same, in its epoch
+        self.had_backward = False  # the same
         self._reference: float | Tensor | None = None  # of all ranks; the first window has to use it
         self._collected = 0  # over all ranks in this window, towards a target
         self._newest = 0, 0  # the last micro-batch that was counted, and what it brought towards the target
@@ -72,7 +73,7 @@ class AccumulationRun:
 
     def count(self, samples: int | Tensor, batch: int, position: int) -> None:
         """The micro-batch in progress has so many samples."""
-        self.samples, self.had_backward = samples, False
+        self.samples, self.number, self.had_backward = samples, batch, False
         if self.bounds.factor is None:
             self._newest = batch, int(self.ranks.total(samples))
             self._collected += self._newest[1]

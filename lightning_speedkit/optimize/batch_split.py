@@ -30,7 +30,8 @@ def samples_of(batch: Any, dim: int = 0, strict: bool = True) -> int:
     Looks into mappings, sequences and dataclasses. Tensors and arrays with fewer dimensions are taken at their last
     one (the lengths beside a time-first padded sequence), and those without a dimension belong to every sample; a batch
     of nothing else is one sample. Where tensors differ, or there is none, or a field is a list of mappings, the
-    outermost fields may be lists or tuples of single samples of one length.
+    outermost fields may be lists or tuples of single samples of one length. If several fields agree in themselves and
+    differ from each other, they are taken for batches of several loaders, and the number cannot be told.
 
     Args:
         batch: The batch.
@@ -57,7 +58,9 @@ def _counted(batch: Any, dim: int, strict: bool = True) -> tuple[int, bool]:
     rows = any(isinstance(entry, Mapping) for field in fields if _is_column(field) for entry in field)  # of a detector
     if len(lengths) == 1 and not (rows and len(columns) == 1 and others <= columns):
         return lengths.pop(), False
-    if len(columns) == 1 and others <= columns:
+    own = [set(_lengths(field, dim, strict)) for field in fields if _is_column(field)]
+    several = len(own) > 1 and not rows and not others and all(len(found) == 1 for found in own)
+    if len(columns) == 1 and others <= columns and not several:
         return columns.pop(), True
     if not lengths and not columns and next(tensors_in(batch), None) is not None:
         return 1, False

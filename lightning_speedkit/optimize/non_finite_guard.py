@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_speedkit.optimize.non_finite_gradients import has_non_finite_gradient
 from lightning_speedkit.optimize.non_finite_guard_count import SkipCount
 from lightning_speedkit.optimize.non_finite_guard_run import GuardedRun
+from lightning_speedkit.optimize.optimizer_options import checked_flag
 from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit, refuse_guard, refuse_repeats
 
 __all__ = ["NonFiniteGuard", "has_non_finite_gradient"]
@@ -49,7 +50,7 @@ class NonFiniteGuard(Callback):
 
     Raises:
         ValueError: A limit is not 1 or more.
-        TypeError: A limit is no whole number.
+        TypeError: A limit is no whole number, or ``explain`` no truth value.
         MisconfigurationException: At ``fit``: manual optimization, an optimizer that evaluates its closure several
             times (LBFGS), DeepSpeed, or FSDP of the first version.
         DivergenceError: During ``fit``: more steps were skipped than allowed.
@@ -72,7 +73,7 @@ class NonFiniteGuard(Callback):
         super().__init__()
         self.max_in_a_row = checked_limit("max_in_a_row", max_in_a_row)
         self.max_total = None if max_total is None else checked_limit("max_total", max_total)
-        self.explain = explain
+        self.explain = checked_flag("explain", explain)
         self._skips = SkipCount(self.max_in_a_row, self.max_total, explain)
         self._owed = 0  # what a checkpoint says of the steps that schedules are ahead
         self._run: GuardedRun | None = None

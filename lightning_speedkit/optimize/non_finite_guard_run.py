@@ -109,17 +109,18 @@ class GuardedRun:
         if not gradients:  # there was no loss, or another guard has skipped the step
             return
         if self._has_scaler:
-            self._await_scaler()
+            if self._would_spoil_momenta(optimizer, gradients):
+                self._plugin.scaler.unscale_(optimizer)  # let it find them, and shrink its scale
+                self._skip(optimizer, by_scaler=True)
+            else:
+                self._await_scaler()
             return
         flag = non_finite_flag(gradients)
         if not is_read_freely(flag) and can_skip_by_itself(optimizer):
             let_kernel_skip(optimizer, flag)
             self._read_later(flag)
         elif flag.item():
-            self._restore_statistics()
-            self._count(batch_in_progress(self._trainer))
-            drop_gradients(optimizer)
-            self._steps.hold(self._trainer)
+            self._skip(optimizer)
         else:
             self._skips.in_a_row = 0
         self._steps.pay(self._trainer)
@@ -155,10 +156,27 @@ class GuardedRun:
             self._count(batch, by_scaler=self._has_scaler)
         else:
             self._skips.in_a_row = 0
+        if self._statistics is None or not self._steps.is_awaited:
+            self._steps.know()
+        else:  # the next forward pass may have changed them already
+            with self._statistics.as_kept():
+                self._steps.know()
+
+    def _skip(self, optimizer: torch.optim.Optimizer, by_scaler: bool = False) -> None:
+        self._restore_statistics()
+        self._count(batch_in_progress(self._trainer), by_scaler)
+        drop_gradients(optimizer)
+        self._steps.hold(self._trainer)
+
+    def _would_spoil_momenta(self, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> bool:
+        """Whether a scaler would let a fused kernel skip the one step that it cannot skip by itself."""
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return fused and not can_skip_by_itself(optimizer) and bool(non_finite_flag(gradients).item())
 
     def _read_later(self, flag: Tensor) -> None:
         kept = [] if self._statistics is None else self._statistics.hand_over()
         self._late = LateFlag(start_reading(flag), batch_in_progress(self._trainer), kept)
+        self._steps.doubt()
         self._end_batches()
         if self._save_as_before is None:
             self._save_as_before = settle_before_saves(self._trainer, self.read_late)

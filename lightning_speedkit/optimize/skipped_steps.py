@@ -79,7 +79,9 @@ class SkippedSteps:
 
     :meth:`hold` is called during a step that is, or may be, without effect; :meth:`release` if it had one after all;
     :meth:`settle` when the batch has ended. :meth:`owe` is called for a step that turned out to be without effect after
-    it had been counted; :meth:`pay` during each later step that is taken.
+    it had been counted; :meth:`pay` during each later step that is taken. In between, from :meth:`doubt` to
+    :meth:`know`, the step count and what a forward pass changes may be taken back; who needs them waits by
+    :meth:`once_known`.
     """
 
     _of: weakref.WeakKeyDictionary[pl.Trainer, SkippedSteps] = weakref.WeakKeyDictionary()
@@ -89,6 +91,8 @@ class SkippedSteps:
         self.is_held = False  # whether the step in progress is not to be counted
         self._held: list[LRSchedulerConfig] = []
         self._pays = False  # the step in progress
+        self._is_in_doubt = False  # whether the last step may turn out to be without effect
+        self._waiting: dict[object, Callable[[], None]] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> SkippedSteps:
@@ -133,10 +137,32 @@ class SkippedSteps:
         self.release()
         return was_held
 
+    def doubt(self) -> None:
+        """The step in progress will be counted, and it is not known yet whether it has an effect."""
+        self._is_in_doubt = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits to know."""
+        return bool(self._waiting)
+
+    def know(self) -> None:
+        """It is known, and made up for: do what waits for it."""
+        waiting, self._waiting, self._is_in_doubt = self._waiting, {}, False
+        for act in waiting.values():
+            act()
+
+    def once_known(self, who: object, act: Callable[[], None]) -> None:
+        """Call ``act`` now, or once the last step is known to be one or none; the newest one of each ``who``."""
+        if self._is_in_doubt:
+            self._waiting[who] = act
+        else:
+            act()
+
     def forget(self) -> None:
-        """At the end of a fit: nothing is held or owed."""
+        """At the end of a fit: nothing is held, owed or waited for."""
         self.release()
-        self.owed = 0
+        self.owed, self._is_in_doubt, self._waiting = 0, False, {}
 
     def _hold_schedules(self, trainer: pl.Trainer) -> None:
         for config in trainer.lr_scheduler_configs:

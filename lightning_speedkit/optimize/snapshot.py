@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,18 @@ class RunningStatistics:
             self._kept = kept
         if self._kept:
             torch._foreach_copy_(self._buffers, self._kept)
+
+    @contextmanager
+    def as_kept(self) -> Iterator[None]:
+        """Inside the ``with``, they are what was last kept, if anything was."""
+        now = [buffer.clone() for buffer in self._buffers] if self._kept else []
+        self.restore()
+        try:
+            yield
+        finally:
+            if now:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._buffers, now)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

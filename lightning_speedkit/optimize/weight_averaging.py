@@ -35,6 +35,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
+from lightning_speedkit.optimize.skipped_steps import SkippedSteps
 from lightning_speedkit.optimize.spike_guard import SpikeGuard
 from lightning_speedkit.optimize.weight_averaging_values import WeightAverage
 
@@ -91,12 +92,8 @@ class AverageWeights(Callback):
             raise ValueError(f"unit={unit!r} is unknown; use 'step' (an optimizer step) or 'epoch'.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r} is not allowed; it is a whole number of {unit}s, at least 1.")
-        share = isinstance(start, float)
-        if (
-            isinstance(start, bool)
-            or not isinstance(start, (int, float))
-            or not 0 <= start < (1 if share else math.inf)
-        ):
+        most = 1 if isinstance(start, float) else math.inf
+        if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start < most:
             raise ValueError(
                 f"start={start!r} is not allowed; it is a whole number of {unit}s from 0 on, or a share of the run: a "
                 "float from 0.0 up to, and without, 1.0."
@@ -129,10 +126,11 @@ class AverageWeights(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.unit == "step":
-            self._update_if_due(trainer.global_step, pl_module)
-        elif trainer.is_last_batch:  # before the validation at the end of the epoch
-            self._update_if_due(trainer.current_epoch + 1, pl_module)
+        def update() -> None:
+            self._update_if_due(trainer.global_step if self.unit == "step" else trainer.current_epoch + 1, pl_module)
+
+        if self.unit == "step" or trainer.is_last_batch:  # before the validation at the end of the epoch
+            SkippedSteps.of(trainer).once_known(self, update)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -135,6 +135,22 @@ def test_gradients_that_a_checkpoint_does_not_hold_are_told(tmp_path: Path) -> N
     assert sum("resumes inside" in str(w.message) for w in told) == 1
 
 
+@pytest.mark.parametrize("saved_at", [2, 4, 5])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_that_is_saved_as_a_batch_starts_holds_the_window(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, first: bool, saved_at: int
+) -> None:
+    path, own = tmp_path / "c.ckpt", AccumulationScheduler(4)
+    save = SaveAt(path, 0, saved_at, "on_train_batch_start")
+    callbacks = (save, own) if first else (own, save)  # before and after the window is told of the batch
+    whole = steps(ONE_TO_SIX, *callbacks)
+    model = Line()
+    trainer(AccumulationScheduler(4)).fit(model, _rest(ONE_TO_SIX, saved_at), ckpt_path=path, weights_only=True)
+    assert whole == [2.5, 5.5]
+    assert model.optimizer.seen == (whole if saved_at < 4 else whole[1:])
+    assert not [w for w in recwarn if "accumulation window" in str(w.message)]
+
+
 def test_gradients_of_half_a_micro_batch_are_not_kept(tmp_path: Path) -> None:
     # saved after the backward of 2, which is run again: 1 is lost, and told
     path, model = tmp_path / "c.ckpt", Line()

@@ -38,6 +38,18 @@ def test_pieces_are_as_equal_as_can_be_and_views() -> None:
     assert (samples_of(alone), split_batch(alone, 1)) == (1, [alone])
 
 
+def test_batches_of_several_loaders_are_no_single_samples() -> None:
+    def pair(size: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(size, 3), torch.zeros(size)
+
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="batch dimensions of 3 and 4"):
+            samples_of({"labelled": pair(4), "unlabelled": pair(3)}, strict=strict)
+        assert samples_of({"labelled": pair(4), "unlabelled": pair(4)}, strict=strict) == 4
+    with pytest.raises(ValueError, match="batch dimensions of 3 and 4"):
+        split_batch([list(pair(4)), list(pair(3))], 1)
+
+
 def test_structures_are_kept() -> None:
     x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([7, 8, 9])
     given = {

@@ -163,3 +163,8 @@ def test_on_a_gpu_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert guard.skipped_steps == 1
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_explain_is_a_truth_value() -> None:
+    with pytest.raises(TypeError, match="explain='no' must be true or false"):
+        NonFiniteGuard(explain="no")  # type: ignore[arg-type]

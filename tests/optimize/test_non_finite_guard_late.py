@@ -14,6 +14,7 @@ from lightning_speedkit.optimize import non_finite_guard_run
 from lightning_speedkit.optimize.non_finite_gradients import has_non_finite_gradient
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
 from lightning_speedkit.optimize.non_finite_guard_late import let_kernel_skip, settle_before_saves
+from lightning_speedkit.optimize.weight_averaging import AverageWeights
 from tests.optimize.line import loader, trainer
 from tests.optimize.test_non_finite_guard import Net, assert_equal, batches, fit, with_bad
 
@@ -97,6 +98,25 @@ def test_after_an_exception_a_skip_that_was_not_read_is_undone() -> None:
 def test_a_late_skip_of_the_last_step_is_made_up_for() -> None:
     found = fit(with_bad(batches(), {2: NAN}), NonFiniteGuard(explain=False), model=Net("fused"), max_steps=3)
     assert found.counted == [1, 2, 2, 3]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+@pytest.mark.parametrize("bad", [{}, {3: NAN}, {0: INF, 3: NAN, 4: NAN, 7: NAN}])
+def test_an_average_of_the_weights_waits_until_the_step_is_known(unit: str, bad: dict[int, float]) -> None:
+    def averaged(data: list[Tensor]) -> tuple[Net, AverageWeights]:
+        average = AverageWeights(decay=0.5, unit=unit)
+        return fit(data, average, NonFiniteGuard(explain=False), model=Net("fused", decay=1.0), max_epochs=2), average
+
+    found, average = averaged(with_bad(batches(), bad))
+    plain, other = averaged([batch for place, batch in enumerate(batches()) if place not in bad])
+    torch.testing.assert_close(dict(found.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=0)
+    assert all(buffer.isfinite().all() for buffer in found.buffers())
+    assert average.updates == other.updates == (2 if unit == "epoch" else 2 * (8 - len(bad)))
+    if not bad:  # else running statistics leave out the step after the skipped one too
+        assert_equal(
+            found, fit(batches(), AverageWeights(decay=0.5, unit=unit), model=Net("fused", decay=1.0), max_epochs=2)
+        )
 
 
 def test_a_flag_is_for_one_step() -> None:

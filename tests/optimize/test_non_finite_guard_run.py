@@ -74,6 +74,31 @@ def test_the_skips_of_a_scaler_are_no_steps(
     assert not [w for w in recwarn if "not finite" in str(w.message)]  # it is part of the scaler's work
 
 
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_first_step_that_a_scaler_skips_leaves_no_momenta(
+    ours: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused SGD with momentum would take memory that nothing was written to for them."""
+    if is_late:
+        monkeypatch.setattr(non_finite_guard_run, "is_read_freely", lambda flag: False)
+
+    def run(data: list[Tensor], scale: float) -> tuple[Net, NonFiniteGuard]:
+        plugin = (
+            SpeedkitMixedPrecision("16-mixed", initial_scale=scale)
+            if ours
+            else MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+        )
+        guard = NonFiniteGuard()
+        return fit(data, guard, model=Net("fused-sgd"), plugins=[plugin]), guard
+
+    data = batches(4)
+    spoilt = [torch.full_like(data[0], INF), torch.full_like(data[0], NAN), *data]
+    (found, guard), (plain, _) = run(spoilt, 1024.0), run(data, 256.0)
+    torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert (guard.skipped_steps, found.trainer.global_step, found.rates[-4:]) == (2, 4, plain.rates)
+
+
 def test_a_scaler_is_given_time_to_find_its_scale() -> None:
     def plugin() -> MixedPrecision:
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))

@@ -146,3 +146,22 @@ def test_a_number_of_a_gpu_comes_without_a_synchronisation() -> None:
         assert read() == 2.0
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_needs_a_step_waits_while_it_is_in_doubt() -> None:
+    steps, told = SkippedSteps(), []
+    steps.once_known("a", lambda: told.append(1))
+    assert told == [1]
+    steps.doubt()
+    for value in (2, 3):
+        steps.once_known("a", lambda value=value: told.append(value))  # the newest one counts
+    steps.once_known("b", lambda: told.append(4))
+    assert told == [1]
+    steps.know()
+    steps.know()
+    assert told == [1, 3, 4]
+    steps.doubt()
+    steps.once_known("a", lambda: told.append(5))
+    steps.forget()
+    steps.know()
+    assert told == [1, 3, 4]
