@@ -22,6 +22,7 @@ class _Rules:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.counts_steps = True
+        self.settled, self.accumulates = -1, False
         self.held = True
 
     def hold(self) -> bool:
@@ -227,3 +228,27 @@ def test_what_a_loss_was_divided_by() -> None:
         asks = Asks(follows)
         _in_windows(asks, max_epochs=1)
         assert asks.told == [factor] * 6
+
+
+class _Settles(_InWindows):
+    """Turns the answer round for the first batch, and keeps what Lightning then thinks."""
+
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.held = held
+        self.answers: list[tuple[bool, bool]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        loop, rules = trainer.fit_loop.epoch_loop, self.rules
+        rules.held, rules.settled = self.held, -1
+        own = loop._should_accumulate()
+        rules.settled, rules.accumulates = 1, not own
+        self.answers.append((own, loop._should_accumulate()))
+        rules.held, rules.settled = True, -1
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_settled_answer_holds_for_its_batch_while_the_rules_do(held: bool) -> None:
+    watch = _Settles(held)
+    _in_windows(watch, max_epochs=1)
+    assert [answer != own for own, answer in watch.answers] == [held, False, False, False, False, False]
