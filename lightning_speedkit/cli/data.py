@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_speedkit.cli.command_line import modules_of_this_folder, whole_number
-from lightning_speedkit.cli.image_option import check_images, image_fields, parse_image
+from lightning_speedkit.cli.image_option import check_images, encoded_pictures, image_fields, parse_image
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.loading.loader_speed import LoaderPass, LoaderSpeed
@@ -102,6 +102,10 @@ def _bench(store: Path, args: argparse.Namespace, transform: Any, disk: StorageS
     ]
     if collate is not None:
         pairs.insert(1, ("batches", "lists of samples, which are too different to be put together without a collate"))
+    asked = [key for key, _ in args.image]
+    if left := [key for key in encoded_pictures(store) if key not in asked]:
+        which = f"encoded at {', '.join(map(repr, left))}, and not decoded here; to measure that, add"
+        pairs.insert(1, ("pictures", f"{which} {' '.join(f'--image {key}=224' for key in left)}"))
     pairs.extend((f"without {work}", _rate(read)) for work, read in without.items())
     if args.compare:
         pairs.extend(_torch_loaders(dataset, args, collate))

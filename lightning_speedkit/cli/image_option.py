@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from lightning_speedkit.data.images.image_field import ImageField
 
-__all__ = ["check_images", "image_fields", "parse_image"]
+__all__ = ["check_images", "encoded_pictures", "image_fields", "parse_image"]
 
 Image = tuple[str, int]
 """The key, position or place in a sample as it was written, and the size in pixels."""
@@ -63,6 +65,31 @@ def check_images(images: Sequence[Image], stores: Iterable[Path], wrong: Callabl
                 f"--image {key}={size}: {path} has no encoded bytes at {key!r}. Fields of encoded bytes: "
                 f"{', '.join(map(repr, names))}. Did you mean --image {near[0]}={size}?"
             )
+
+
+def encoded_pictures(path: Path) -> list[str]:
+    """Which fields of the first sample are encoded pictures, as ``--image`` names them."""
+    from lightning_speedkit.data.images.image_header import read_image_header
+    from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
+    from lightning_speedkit.errors import ImageError
+
+    places = _encoded(path)
+    if not places:
+        return []
+    dataset = LMDBDataset(path)
+    try:
+        sample = dataset[0]
+    finally:
+        dataset.close()
+    found = []
+    for place, typed in places.items():
+        try:
+            keys = [ast.literal_eval(key) for key in place[1:-1].split("][")] if place else []
+            read_image_header(memoryview(functools.reduce(operator.getitem, keys, sample)))
+        except (ImageError, SyntaxError, ValueError, LookupError, TypeError):  # no picture, or a key with brackets
+            continue
+        found.append(typed)
+    return found
 
 
 def _encoded(path: Path) -> dict[str, str]:

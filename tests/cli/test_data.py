@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_speedkit.cli import data as module
+from lightning_speedkit.cli.image_option import encoded_pictures
 from lightning_speedkit.cli.main import main
 from lightning_speedkit.data import write_lmdb
 from lightning_speedkit.data.loading.loader_speed import LoaderPass, LoaderSpeed
@@ -30,7 +31,8 @@ def _table(out: str) -> dict[str, str]:
     """The rows of one store: the name, and what stands beside it."""
     lines = [line.strip() for line in out.splitlines()[1:] if line.strip()]
     names = (
-        "store", "batches", "machine", "first pass", "from memory", "memory copy", "disk", "without transform",
+        "store", "pictures", "batches", "machine", "first pass", "from memory", "memory copy", "disk",
+        "without transform",
         "without decoding", "without both", "DataLoader, 0 workers", "DataLoader, 1 workers", "bound by", "advice",
     )  # fmt: skip
     found = {name: line[len(name) :].strip() for line in lines for name in names if line.startswith(f"{name}  ")}
@@ -140,9 +142,26 @@ def test_pictures_are_decoded_where_it_is_asked_for(capsys: pytest.CaptureFixtur
     assert table["store"].endswith(f" {3 * 32 * 32 + 8:,} bytes per sample when loaded")
     assert table["bound by"] == "decoding on the CPU"
     assert "without transform" not in table
+    assert "pictures" not in table
     assert main(words) == 0
     table = _table(capsys.readouterr().out)
+    assert table["pictures"].endswith(" --image image=224")
     assert table["store"].endswith(f" {len(file.getvalue()) + 8:,} bytes per sample when loaded")
+
+
+def test_encoded_pictures_are_found_where_they_lie() -> None:
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(file, "PNG")
+    picture = file.getvalue()
+    for name, sample, found in (
+        ("dict", {"image": picture, "text": b"no picture"}, ["image"]),
+        ("tuple", (picture, 1), ["0"]),
+        ("alone", picture, [""]),
+        ("deep", {"views": (picture, b"x")}, ["['views'][0]"]),
+        ("none", (np.zeros(3), 1), []),
+    ):
+        assert encoded_pictures(write_lmdb([sample], f"{name}.lmdb")) == found
 
 
 @pytest.mark.parametrize(("decoded", "bound"), [(120.0, "decoding on the CPU"), (900.0, "the Python transform")])

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_speedkit.data import LMDBDataModule, SpeedkitDataModule
 from lightning_speedkit.data.device.device_transform import DeviceTransform
 from tests.data.numbers import SIZES, Numbers, Recorder, flat, trainer
-from tests.data.ranks import on_two_ranks
+from tests.two_ranks import on_two_ranks
 
 
 def epochs_of(data: SpeedkitDataModule, epochs: int = 2) -> list[list[int]]:

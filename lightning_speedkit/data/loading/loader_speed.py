@@ -148,7 +148,8 @@ _DISK_READS = Bound(
 )
 _DECODING = Bound(
     "decoding on the CPU",
-    "Store the pictures at about the size that is trained on, install simplejpeg, or give it more cores.",
+    "Store the pictures at about the size that is trained on, or give it more cores. Where neither simplejpeg nor "
+    "OpenCV is installed: pip install 'lightning-speedkit[images]'.",
 )
 _TRANSFORM = Bound(
     "the Python transform",

@@ -24,7 +24,7 @@ from lightning_speedkit.data.settings.loader_settings import LoaderSettings
 from lightning_speedkit.data.settings.settled_loader import SettledLoader
 from lightning_speedkit.errors import LoaderError
 from tests.data.processes import wait_until
-from tests.data.ranks import on_two_ranks
+from tests.two_ranks import on_two_ranks
 
 NONE = LoaderSettings(num_workers=0)
 KEPT = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=True)
