@@ -29,6 +29,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
@@ -163,8 +164,10 @@ class GradientClipping(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._follow is not None:
+        if self._follow is not None and state_dict.keys() == self._follow.state_dict().keys():
             self._follow.load_state_dict(state_dict)
+        elif self._follow is not None:
+            rank_zero_warn(f"The checkpoint was saved with another by: the threshold of by={self.by!r} begins anew.")
 
     def _put_back(self) -> None:
         call_hooks(self, *BATCH_HOOKS)

@@ -84,6 +84,8 @@ def clip_by_norm(parameters: Iterable[Tensor], limit: float | Tensor, norm: Tens
     norm = gradient_norm(parameters) if norm is None else norm
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
     gradients = _local_gradients(parameters)
+    if not gradients:
+        return factor
     home = factor.device
     if all(gradient.device == home for gradient in gradients):
         torch._foreach_mul_(gradients, factor)

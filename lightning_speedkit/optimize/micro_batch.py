@@ -94,12 +94,12 @@ class AutoMicroBatch(Callback):
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
-        if batch_dim < 0:
-            raise ValueError(f"batch_dim={batch_dim} must be 0 or more: dimensions are counted from the first.")
+        if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
+            raise ValueError(f"batch_dim={batch_dim!r} must be 0 or more: dimensions are counted from the first.")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={reduction!r} is unknown; use 'mean' or 'sum'.")
-        if not step_copy_mib >= 0:
-            raise ValueError(f"step_copy_mib={step_copy_mib} must be 0 or more.")
+        if not isinstance(step_copy_mib, int | float) or not step_copy_mib >= 0:
+            raise ValueError(f"step_copy_mib={step_copy_mib!r} must be 0 or more, a number.")
         if count == "batches":
             raise ValueError("count='batches' would weigh a piece of one sample like one of ten; use 'samples'.")
         if reduction == "sum" and count != "samples":

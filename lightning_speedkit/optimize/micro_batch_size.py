@@ -49,6 +49,8 @@ class MicroBatchSize:
 
     def __post_init__(self) -> None:
         for name, value in (("smallest", self.smallest), ("grow_after", self.grow_after)):
+            if isinstance(value, bool) or not isinstance(value, int | None) or (name == "smallest" and value is None):
+                raise TypeError(f"{name}={value!r} must be a whole number of 1 or more; got {type(value).__name__}.")
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be 1 or more{'' if name == 'smallest' else ', or None'}.")
         self.wait = self.grow_after or 1

@@ -258,3 +258,13 @@ def test_deepspeed_is_refused() -> None:
     run = mock.Mock(gradient_clip_val=None, callbacks=[], strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy))
     with pytest.raises(MisconfigurationException, match="DeepSpeedStrategy"):
         GradientClipping().setup(run, Line(), "fit")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zclip", "percentile"), ("percentile", "zclip")])
+def test_a_threshold_of_another_kind_begins_anew(saved: str, loaded: str) -> None:
+    state = GradientClipping(by=saved).state_dict()
+    clipping = GradientClipping(by=loaded)
+    fresh = clipping.state_dict()
+    with pytest.warns(UserWarning, match=f"saved with another by: the threshold of by='{loaded}' begins anew"):
+        clipping.load_state_dict(state)
+    torch.testing.assert_close(clipping.state_dict(), fresh, equal_nan=True)

@@ -142,3 +142,8 @@ def test_a_gradient_without_whole_rows_has_no_units() -> None:
         clip_units([table])
     clip_by_value([table], 0.5)
     torch.testing.assert_close(table.grad.to_dense(), torch.eye(2, 3) * 0.5)
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    assert clip_by_norm([torch.nn.Parameter(torch.ones(2))], 1.0) == 1.0
+    assert clip_by_norm([], 1.0) == 1.0

@@ -268,6 +268,8 @@ def test_a_search_for_the_learning_rate_trains_too() -> None:
         ({"batch_dim": -1}, "batch_dim=-1 must be 0 or more"),
         ({"reduction": "max"}, "reduction='max' is unknown"),
         ({"step_copy_mib": -1.0}, "step_copy_mib=-1.0 must be 0 or more"),
+        ({"step_copy_mib": "32"}, "step_copy_mib='32' must be 0 or more, a number"),
+        ({"batch_dim": "0"}, "batch_dim='0' must be 0 or more"),
         ({"step_copy_mib": float("nan")}, "must be 0 or more"),
         ({"count": "batches"}, "count='batches' would weigh"),
         ({"count": "label"}, "Did you mean 'labels'"),

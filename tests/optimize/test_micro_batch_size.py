@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
@@ -103,3 +105,9 @@ def test_a_checkpoint_keeps_what_was_learnt() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         MicroBatchSize(**options)
+
+
+@pytest.mark.parametrize("wrong", [{"smallest": "1"}, {"smallest": True}, {"smallest": None}, {"grow_after": 2.0}])
+def test_what_is_no_whole_number_is_told(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be a whole number"):
+        MicroBatchSize(**wrong)
