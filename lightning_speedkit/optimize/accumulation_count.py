@@ -69,7 +69,8 @@ def counter_of(
         ignore_index: The label that does not count.
 
     Raises:
-        ValueError: The name is unknown, or names nothing that can be imported and called.
+        ValueError: The name is unknown, or names nothing that can be imported and called; or something is said of
+            labels that are not counted.
         TypeError: ``labels`` is no key and no index, or ``ignore_index`` no whole number.
 
     >>> import torch
@@ -82,6 +83,11 @@ def counter_of(
         raise TypeError(f"labels={labels!r} must be a key, an index, or a path such as 'targets.labels'.")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index={ignore_index!r} must be a whole number: the label that does not count.")
+    if count not in ("labels", "shifted-labels") and (labels, ignore_index) != ("labels", -100):
+        raise ValueError(
+            f"labels={labels!r} and ignore_index={ignore_index!r} have no effect with count={count!r}. Pass "
+            "count='labels' if the loss is a mean over labels, else leave them out."
+        )
     if callable(count):
         return count
     if count == "samples":

@@ -100,3 +100,10 @@ def test_counters_by_name_path_and_function(count: Any, expected: int) -> None:
 def test_counters_that_are_not_known(count: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         counter_of(count)
+
+
+@pytest.mark.parametrize("said", [{"labels": "targets"}, {"labels": 1}, {"ignore_index": 0}])
+@pytest.mark.parametrize("count", ["samples", "batches", halves])
+def test_what_is_said_of_labels_that_are_not_counted_is_an_error(count: Any, said: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"have no effect with count=.*Pass count='labels'"):
+        counter_of(count, **said)
