@@ -6,7 +6,7 @@ accumulation window, the memory of one more gradient while a batch is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ def synchronize_gradients(model: DistributedDataParallel) -> None:
     used = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is not None]
     gradients = [parameter.grad for parameter in used if parameter.grad is not None]
     sparse_dims = [gradient.sparse_dim() if gradient.is_sparse else None for gradient in gradients]
-    zero = _Zero.apply(sparse_dims, *used)  # type: ignore[no-untyped-call]
+    apply: Callable[..., Tensor] = _Zero.apply  # untyped in some torch versions
+    zero = apply(sparse_dims, *used)
     prepare_for_backward(model, zero)
     zero.backward()

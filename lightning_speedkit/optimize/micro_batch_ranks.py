@@ -22,7 +22,7 @@ class HostGroup:
     """
 
     def __init__(self) -> None:
-        self._group = torch.distributed.new_group(backend="gloo")
+        self._group: Any = torch.distributed.new_group(backend="gloo")  # its type differs between torch versions
 
     def largest(self, row: list[int]) -> list[int]:
         """The largest number over ranks, at each position; waits for all ranks.
