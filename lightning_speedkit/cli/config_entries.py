@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import pkgutil
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,8 +13,18 @@ from lightning.pytorch.cli import Namespace  # type: ignore[attr-defined]
 from lightning_speedkit.presets.merge import PRECISION, Key, Setting
 from lightning_speedkit.presets.selection import Given
 
-__all__ = ["Namespace", "as_namespace", "class_of", "entries", "explicit_settings", "marks_for", "split_names"]
+__all__ = [
+    "Namespace",
+    "as_namespace",
+    "class_of",
+    "entries",
+    "explicit_settings",
+    "hint_of_presets",
+    "marks_for",
+    "split_names",
+]
 
+_UNKNOWN = re.compile(r"(?:[Oo]ption '|option: --|arguments: --)([\w.-]+)")  # as jsonargparse tells of one
 _READ_BY_PRESETS = ("accelerator", "strategy", "num_nodes")  # they matter whether or not a preset sets them
 _ONE_THING_IN_TWO_WAYS: Mapping[str, tuple[Any, Any]] = {  # an argument, and a plugin or callback that sets the same
     "precision": ("32-true", "64-true"),
@@ -65,6 +77,19 @@ def class_of(entry: Any) -> type | None:
     except (ImportError, AttributeError, ValueError):  # no such module, nothing of that name in it, no path at all
         return None
     return found if isinstance(found, type) else None
+
+
+def hint_of_presets(message: str) -> str:
+    """What is added to the parser's error of an unknown key or option that looks like ``presets``; else nothing.
+
+    >>> hint_of_presets("Option 'trainer.preset' is not accepted")
+    '; did you mean presets? It stands beside trainer and model, not in them.'
+    """
+    found = _UNKNOWN.search(message)
+    key = "" if found is None else found[1].rpartition(".")[2]
+    if not difflib.get_close_matches(key, ["presets"]):
+        return ""
+    return "; did you mean presets? It stands beside trainer and model, not in them."
 
 
 def marks_for(settings: Iterable[Setting], trainer: Namespace) -> dict[str, Any]:

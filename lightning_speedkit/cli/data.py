@@ -217,16 +217,14 @@ def _forget(store: Path) -> None:
 
 
 def _function(name: str) -> Callable[[Any], Any]:
-    import importlib
-
     from lightning_speedkit.data.argument_checks import a_type
+    from lightning_speedkit.data.sources.python_function import find_python_name
     from lightning_speedkit.errors import SourceError
 
-    module, _, function = name.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SourceError(f"--transform {name}: {error}. Write it as MODULE:FUNCTION.") from error
+        found = find_python_name(name)
+    except SourceError as error:
+        raise SourceError(f"--transform {error}") from error
     if not callable(found):
         raise SourceError(f"--transform {name}: {a_type(found)} cannot be called.")
     transform: Callable[[Any], Any] = found

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import functools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -69,44 +66,13 @@ def check_images(images: Sequence[Image], stores: Iterable[Path], wrong: Callabl
 
 def encoded_pictures(path: Path) -> list[str]:
     """Which fields of the first sample are encoded pictures, as ``--image`` names them."""
-    from lightning_speedkit.data.images.image_header import read_image_header
-    from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
-    from lightning_speedkit.errors import ImageError
+    from lightning_speedkit.data.store import encoded_pictures as found
 
-    places = _encoded(path)
-    if not places:
-        return []
-    dataset = LMDBDataset(path)
-    try:
-        sample = dataset[0]
-    finally:
-        dataset.close()
-    found = []
-    for place, typed in places.items():
-        try:
-            keys = [ast.literal_eval(key) for key in place[1:-1].split("][")] if place else []
-            read_image_header(memoryview(functools.reduce(operator.getitem, keys, sample)))
-        except (ImageError, SyntaxError, ValueError, LookupError, TypeError):  # no picture, or a key with brackets
-            continue
-        found.append(typed)
-    return found
+    return list(found.encoded_pictures(path).values())
 
 
 def _encoded(path: Path) -> dict[str, str]:
     """The places of encoded bytes in a sample, such as ``['image']``, and how each is written on the command line."""
-    from lightning_speedkit.data.store.lmdb_store import open_store
+    from lightning_speedkit.data.store.encoded_pictures import encoded_bytes
 
-    store = open_store(path.expanduser().absolute())
-    try:
-        return {place: _typed(place) for place, leaf in store.index.schema.leaves() if leaf.kind == "bytes"}
-    finally:
-        store.close()
-
-
-def _typed(place: str) -> str:
-    """The key or position alone where a place has only one, else the place as it is."""
-    try:
-        (key,) = ast.literal_eval(place)
-    except (SyntaxError, ValueError):  # nothing, or one behind the other
-        return place
-    return str(key)
+    return encoded_bytes(path)

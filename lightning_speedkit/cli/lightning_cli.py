@@ -16,7 +16,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -29,6 +29,7 @@ from lightning_speedkit.cli.config_entries import (
     class_of,
     entries,
     explicit_settings,
+    hint_of_presets,
     marks_for,
     split_names,
 )
@@ -40,6 +41,14 @@ from lightning_speedkit.presets.selection import Given, settle
 from lightning_speedkit.registry import TrainerPatch
 
 __all__ = ["SpeedkitCLI"]
+
+
+class _Parser(LightningArgumentParser):
+    """Its errors say what is meant by ``preset:``."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(f"{message}{hint_of_presets(message)}", ex)
 
 
 class SpeedkitCLI(LightningCLI):
@@ -63,6 +72,12 @@ class SpeedkitCLI(LightningCLI):
     >>> cli.trainer.precision, cli.config.presets
     ('32-true', ['fp32'])
     """
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        if self.parser_class is LightningArgumentParser:
+            self.parser_class = _Parser
+        return super().init_parser(**kwargs)
 
     @override
     def setup_parser(

@@ -13,6 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from lightning_speedkit.cli import data, demo, pack, presets, verify
 from lightning_speedkit.errors import SpeedkitError
@@ -38,6 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(_parsed(parser, words))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of a command with an example, the example is told when something is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message and (self.epilog or "").startswith("for example"):
+            message += f" ({self.epilog})"
+        super().error(message)
+
+
 def _run(args: argparse.Namespace) -> int:
     try:
         code = args.run(args)
@@ -48,6 +58,11 @@ def _run(args: argparse.Namespace) -> int:
         print(f"speedkit {args.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # as in `speedkit presets | head`
+        _drop_output()
+        return 0
+    except SystemExit as end:
+        if not _is_of_a_pipe(end):
+            raise
         _drop_output()
         return 0
     except OSError as error:
@@ -65,6 +80,14 @@ def _run(args: argparse.Namespace) -> int:
         print("Stopped.", file=sys.stderr)
         return 130
     return int(code or 0)
+
+
+def _is_of_a_pipe(end: BaseException) -> bool:
+    """Whether the process is to end because its reader went away: rich makes a SystemExit(1) of that."""
+    cause: BaseException | None = end
+    while cause is not None and not isinstance(cause, BrokenPipeError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 @contextlib.contextmanager
@@ -89,7 +112,7 @@ def _drop_output() -> None:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="speedkit",
         description="Training-efficiency techniques for PyTorch Lightning.",
         epilog="speedkit COMMAND --help tells more about a command.",
@@ -126,11 +149,23 @@ def _options(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     return names
 
 
+def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a parser."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= action.choices
+    return found
+
+
 def _suggest(parser: argparse.ArgumentParser, commands: list[str], words: list[str]) -> None:
     """An unknown subcommand ends with the nearest one, as argparse does by itself only from Python 3.14 on."""
     first = next((word for word in words if not word.startswith("-")), None)
     if first is None or first in commands:
         return
-    near = difflib.get_close_matches(first, commands, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    names = {name: name for name in commands}
+    for command, subparser in _choices(parser).items():
+        names |= {below: f"speedkit {command} {below}" for below in _choices(subparser) if below not in names}
+    near = difflib.get_close_matches(first, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {names[near[0]]!r}?" if near else ""
     parser.error(f"there is no command {first!r}.{hint} Commands: {', '.join(commands)}.")

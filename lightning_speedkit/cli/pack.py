@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "folder with the sub-folders train, val and test is packed as these splits. What is there already is kept, "
             "unless --overwrite is given."
         ),
+        epilog="for example: speedkit pack photographs/ data/ --split train=0.9,val=0.1",
     )
     parser.add_argument("source", metavar="SOURCE", help="where the samples are")
     parser.add_argument("out", metavar="OUT", help="a file that ends with .lmdb, or a folder")
@@ -111,15 +112,21 @@ def _run(args: argparse.Namespace, wrong: Callable[[str], NoReturn]) -> int:
 
 def _pack(source: Source, paths: dict[str, Path], fractions: dict[str, float], args: argparse.Namespace) -> None:
     from lightning_speedkit.data.sources import ImageRecode
-    from lightning_speedkit.data.sources.parallel_pack import write_splits
+    from lightning_speedkit.data.sources.parallel_pack import SKIP_BAD, write_splits
+    from lightning_speedkit.errors import SourceError, SpeedkitError
 
     recode = None
     if args.resize is not None or args.encode is not None:
         recode = ImageRecode(size=args.resize, encoding=args.encode, quality=args.quality or 90)
-    report = write_splits(
-        source, paths, fractions, seed=args.seed, transform=recode, workers=args.workers, limit=args.limit,
-        skip_bad=args.skip_bad, progress=not args.quiet,
-    )  # fmt: skip
+    try:
+        report = write_splits(
+            source, paths, fractions, seed=args.seed, transform=recode, workers=args.workers, limit=args.limit,
+            skip_bad=args.skip_bad, progress=not args.quiet,
+        )  # fmt: skip
+    except SpeedkitError as error:
+        if args.debug or SKIP_BAD not in getattr(error, "__notes__", ()):
+            raise
+        raise SourceError(f"{error} With --skip-bad such samples are left out and listed.") from error
     if report.skipped:
         _list_skipped(report)
     if not args.quiet:

@@ -33,6 +33,7 @@ from lightning_speedkit.data.argument_checks import a_type, check_choice, checke
 from lightning_speedkit.data.datamodule_hooks import CollateOfDataModule, TransformOnDevice
 from lightning_speedkit.data.datamodule_loaders import (
     LoaderOfSplit,
+    NoSuchSplit,
     on_device,
     ring_loader,
     shards,
@@ -43,17 +44,13 @@ from lightning_speedkit.data.device.device_prefetch import DevicePrefetcher
 from lightning_speedkit.data.device.device_transform import DeviceTransform
 from lightning_speedkit.data.loading.collate import collate_samples
 from lightning_speedkit.data.loading.loader import RingLoader
-from lightning_speedkit.data.loading.worker_choice import WORKERS
+from lightning_speedkit.data.loading.worker_choice import START_METHODS, WORKERS
 
 __all__ = ["LOADERS", "SPLITS", "SPLIT_OF_STAGE", "SpeedkitDataModule"]
 
 LOADERS = (*WORKERS, "torch")
 SPLITS = ("train", "val", "test", "predict")
 SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-
-
-class NoSuchSplit(list[Any]):
-    """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
 
 
 class SpeedkitDataModule(LightningDataModule):
@@ -72,6 +69,7 @@ class SpeedkitDataModule(LightningDataModule):
         drop_last: leave out a last training batch that is smaller than the others.
         remainder: training samples that do not divide by the ranks: ``"pad"`` repeats some, ``"drop"`` leaves some out.
         seed: of the order and of the random numbers of transforms.
+        start_method: of worker processes, ``"fork"``, ``"forkserver"`` or ``"spawn"``; Python's own choice by default.
 
     Example::
 
@@ -97,6 +95,7 @@ class SpeedkitDataModule(LightningDataModule):
         drop_last: bool = False,
         remainder: str = "pad",
         seed: int = 0,
+        start_method: str | None = None,
     ) -> None:
         super().__init__()
         if num_workers == 0 and loader in ("threads", "processes"):
@@ -108,6 +107,7 @@ class SpeedkitDataModule(LightningDataModule):
         check_choice("shuffle", shuffle, (True, False, "full", "blocks"))
         check_choice("drop_last", drop_last, (True, False))
         check_choice("pin_memory", pin_memory, (True, False, None))
+        check_choice("start_method", start_method, START_METHODS)
         self.batch_size = checked_integer("batch_size", batch_size, 1, bits=32)
         self.loader = loader
         self.num_workers = None if num_workers is None else checked_integer("num_workers", num_workers, 0, bits=32)
@@ -117,6 +117,7 @@ class SpeedkitDataModule(LightningDataModule):
         self.drop_last = drop_last
         self.remainder = remainder
         self.seed = checked_integer("seed", seed, 0, bits=32)
+        self.start_method = start_method
         self._loaders: list[LoaderOfSplit] = []
         self._training: Any = None  # the training loader as the Trainer has it
         self._position: dict[str, Any] | None = None  # of the training loader, from a checkpoint

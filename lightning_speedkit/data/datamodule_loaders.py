@@ -20,13 +20,17 @@ from lightning_speedkit.measure.lightning_loaders import epochs_done, recount_ba
 if TYPE_CHECKING:
     from lightning_speedkit.data.datamodule import SpeedkitDataModule
 
-__all__ = ["LoaderOfSplit", "on_device", "ring_loader", "shards", "skip_or_recount", "torch_loader"]
+__all__ = ["LoaderOfSplit", "NoSuchSplit", "on_device", "ring_loader", "shards", "skip_or_recount", "torch_loader"]
 
 
 class LoaderOfSplit(RingLoader):
     """A loader that knows which split it serves."""
 
     split = ""
+
+
+class NoSuchSplit(list[Any]):
+    """The loader of a split that is not there: no batches, so Lightning skips that part of a fit, and says so once."""
 
 
 def ring_loader(
@@ -55,6 +59,7 @@ def ring_loader(
         prefetch_factor=data.prefetch_factor,
         collate=data._collate_fn(),
         pin_memory=_pins(data),
+        start_method=data.start_method,
     )
     loader.split = split
     loaders.append(loader)
@@ -81,6 +86,7 @@ def torch_loader(
         generator=_random_numbers(data),
         persistent_workers=workers > 0,
         prefetch_factor=data.prefetch_factor if workers > 0 else None,
+        multiprocessing_context=data.start_method if workers > 0 else None,
     )
 
 

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_speedkit.data.argument_checks import a_type
 from lightning_speedkit.data.datamodule import SPLIT_OF_STAGE, SPLITS, SpeedkitDataModule
+from lightning_speedkit.data.loading.collate import collate_samples
+from lightning_speedkit.data.store.encoded_pictures import encoded_pictures
 from lightning_speedkit.data.store.lmdb_dataset import LMDBDataset
 from lightning_speedkit.data.store.lmdb_pack import write_lmdb
 from lightning_speedkit.data.store.write_lock import exclusive_lock
-from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
+from lightning_speedkit.errors import EmptyStoreError, StoreError, StoreWriteError
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.images.image_field import ImageField
@@ -41,8 +43,8 @@ class LMDBDataModule(SpeedkitDataModule):
     Args:
         root: the folder with the stores, ``~`` for the home folder; made by ``prepare_data`` if there are samples to
             pack.
-        batch_size, loader, num_workers, pin_memory, prefetch_factor, shuffle, drop_last, remainder, seed: see
-            :class:`SpeedkitDataModule`.
+        batch_size, loader, num_workers, pin_memory, prefetch_factor, shuffle, drop_last, remainder, seed, start_method:
+            see :class:`SpeedkitDataModule`.
 
     Example::
 
@@ -70,6 +72,7 @@ class LMDBDataModule(SpeedkitDataModule):
         drop_last: bool = False,
         remainder: str = "pad",
         seed: int = 0,
+        start_method: str | None = None,
     ) -> None:
         super().__init__(
             batch_size=batch_size,
@@ -81,9 +84,11 @@ class LMDBDataModule(SpeedkitDataModule):
             drop_last=drop_last,
             remainder=remainder,
             seed=seed,
+            start_method=start_method,
         )
         self.root = Path(root).expanduser().absolute()
         self.prepare_data_per_node = True
+        self._told_of_pictures = False
 
     def samples(self, split: str) -> Any | None:
         """The samples to pack for a split that has no store yet: an iterable or map-style dataset, or ``None``.
@@ -108,7 +113,12 @@ class LMDBDataModule(SpeedkitDataModule):
     @override
     def dataset(self, split: str) -> LMDBDataset | None:
         path = self.path(split)
-        return LMDBDataset(path, self.transform(split), self.fields(split)) if path.exists() else None
+        if not path.exists():
+            return None
+        dataset = LMDBDataset(path, self.transform(split), self.fields(split))
+        if not self._told_of_pictures:
+            self._tell_of_pictures(dataset)
+        return dataset
 
     @override
     def prepare_data(self) -> None:
@@ -167,13 +177,35 @@ class LMDBDataModule(SpeedkitDataModule):
             )
         return "return None if there is no such split."
 
+    def _tell_of_pictures(self, dataset: LMDBDataset) -> None:
+        """Warn once of encoded pictures that nothing of this DataModule decodes."""
+        if dataset.transform is not None or dataset.leaf_fields() or self._collate_fn() is not collate_samples:
+            return
+        try:
+            found = encoded_pictures(dataset.path)
+        except StoreError:  # whoever reads the sample is told
+            return
+        if found:
+            self._told_of_pictures = True
+            key = next((place[1:-1] if typed != place else repr(place)) for place, typed in found.items())
+            rank_zero_warn(
+                f"The samples of {dataset.path} hold encoded pictures at {key}, and nothing of {type(self).__name__} "
+                f"decodes them, so a batch has a list of bytes there. Let fields(split) return "
+                f"{{{key}: ImageField(224)}}, or decode them in transform(split) or collate(samples)."
+            )
+
     def _shows_progress(self) -> bool:
         return self.trainer is None or self.trainer.progress_bar_callback is not None
 
     @override
     def _missing(self, split: str) -> str:
-        if self.root.is_file():
+        source, folder = "SOURCE", self.root
+        if self.root.suffix == ".lmdb" and self.root.is_file():
             where = f"root={str(self.root)!r} is a file; give the folder that it is in."
+            folder = self.root.parent
+        elif self.root.is_file():
+            where = f"root={str(self.root)!r} is a file; pack it into a folder, and give that as root."
+            source, folder = str(self.root), self.root.with_name(f"{self.root.stem}_lmdb")
         elif not self.root.is_dir():
             where = f"There is no folder {self.root}."
         else:
@@ -181,5 +213,5 @@ class LMDBDataModule(SpeedkitDataModule):
             where = f"In that folder: {there or 'no .lmdb file'}."
         return (
             f"{type(self).__name__} has no {self.path(split)}. {where} Make it with the command "
-            f"`speedkit pack SOURCE {self.root}` or with write_lmdb(samples, path), or define samples({split!r})."
+            f"`speedkit pack {source} {folder}` or with write_lmdb(samples, path), or define samples({split!r})."
         )

@@ -405,6 +405,24 @@ def test_another_fault_is_told_as_without_presets(capsys: pytest.CaptureFixture[
         assert "--trainer.no_such" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--preset", "fp32"],
+        ["--trainer.preset", "fp32"],
+        ["--config", {"preset": ["fp32"]}],
+        ["--config", {"trainer": {"presets": ["fp32"]}}],
+    ],
+)
+def test_a_misspelt_or_misplaced_presets_is_told(args: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    if isinstance(args[1], dict):
+        args = [args[0], _write("a.yaml", **args[1])]
+    with pytest.raises(SystemExit) as raised:
+        _cli(args)
+    assert raised.value.code == 2
+    assert "did you mean presets? It stands beside trainer" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("how", ["program", "yaml"])
 def test_to_repeat_what_a_preset_sets_lifts_no_need(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = {"presets": ["single-gpu"], "trainer": {"accelerator": "gpu"} if how == "yaml" else {}}

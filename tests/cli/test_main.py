@@ -58,6 +58,24 @@ def test_the_module_ends_with_the_exit_code(
     assert (err.count("\n"), out == "") == (code, code == 1)  # a fault is one line, and nothing beside it
 
 
+def test_rich_that_finds_no_reader_is_no_fault() -> None:
+    """rich ends the process with exit code 1 then, as a console of the demo does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = _process("x", writing, "utf-8", prints="__import__('rich.console').console.Console().print")
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_speedkit.cli.presets._print_list", lambda: sys.exit(3))
+    with pytest.raises(SystemExit) as raised:
+        main(["presets"])
+    assert raised.value.code == 3
+
+
 _PRINTS = """
 import sys, types
 package = types.ModuleType("lightning_speedkit")  # without what the package itself imports
@@ -65,14 +83,14 @@ package.__path__ = [sys.argv[1]]
 sys.modules["lightning_speedkit"] = package
 import lightning_speedkit.cli.presets
 from lightning_speedkit.cli.main import main
-lightning_speedkit.cli.presets._print_list = lambda: print({text!r})
+lightning_speedkit.cli.presets._print_list = lambda: {prints}({text!r})
 sys.exit(main(["presets"]))
 """
 
 
-def _process(text: str, stdout: Any, encoding: str) -> subprocess.CompletedProcess[bytes]:
+def _process(text: str, stdout: Any, encoding: str, *, prints: str = "print") -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-c", _PRINTS.format(text=text), str(_ROOT / "lightning_speedkit")],
+        [sys.executable, "-c", _PRINTS.format(text=text, prints=prints), str(_ROOT / "lightning_speedkit")],
         stdout=stdout,
         stderr=subprocess.PIPE,
         check=False,
@@ -139,6 +157,8 @@ def test_the_command_itself_loads_nothing_heavy_for_help() -> None:
     [
         (["prests"], "no command 'prests'. Did you mean 'presets'?"),
         (["--debug", "verfy", "x"], "no command 'verfy'. Did you mean 'verify'?"),
+        (["bench", "x"], "no command 'bench'. Did you mean 'speedkit data bench'?"),
+        (["pack", "photographs"], "required: OUT (for example: speedkit pack photographs/ data/"),
         (["zzz"], "no command 'zzz'. Commands: demo, presets, pack, verify, data"),
         ([], "required: COMMAND"),
         (["verify"], "required: PATH"),

@@ -164,7 +164,9 @@ def test_a_bad_item_is_named_and_leaves_nothing(capsys: Captured) -> None:
         ("divided", "--split", "0.5,0.5"),
         ("made", "--check", "full", "--workers", 3),
     ):
-        assert "tree/cat/011.jpg: A truncated JPEG of 10 x 12 pixels" in failed(capsys, "tree", *words)
+        told = failed(capsys, "tree", *words)
+        assert "tree/cat/011.jpg: A truncated JPEG of 10 x 12 pixels" in told
+        assert told.endswith("With --skip-bad such samples are left out and listed.\n")
     assert [path for path in Path().rglob("*") if path.is_file() and not path.is_relative_to("tree")] == []
     assert pack("tree", "out", "--skip-bad") == 0
     err = capsys.readouterr().err.splitlines()

@@ -148,6 +148,8 @@ def test_a_second_fit_with_the_same_objects(tmp_path: Path) -> None:
         ({"drop_last": 3}, TypeError),
         ({"pin_memory": "x"}, TypeError),
         ({"pin_memory": 1}, TypeError),
+        ({"start_method": "spwan"}, ValueError),
+        ({"start_method": True}, TypeError),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error: type[Exception]) -> None:
@@ -488,7 +490,15 @@ def test_a_root_that_is_wrong_says_why(tmp_path: Path) -> None:
     ):
         with pytest.raises(MisconfigurationException, match=words) as caught:
             trainer(max_epochs=1).fit(Recorder(), datamodule=LMDBDataModule(root))
-        assert "speedkit pack SOURCE" in str(caught.value)
+        assert f"speedkit pack SOURCE {tmp_path}" in str(caught.value)
+
+
+def test_a_root_that_is_a_file_of_another_kind_says_how_to_pack_it(tmp_path: Path) -> None:
+    file = tmp_path / "d.npz"
+    np.savez(file, x=np.zeros(3))
+    with pytest.raises(MisconfigurationException, match="is a file; pack it into a folder, and give that as root") as e:
+        trainer(max_epochs=1).fit(Recorder(), datamodule=LMDBDataModule(file))
+    assert f"`speedkit pack {file} {tmp_path / 'd_lmdb'}`" in str(e.value)
 
 
 def test_an_evaluation_of_a_checkpoint_leaves_the_next_fit_alone(tmp_path: Path) -> None:

@@ -38,12 +38,14 @@ def test_a_loader_that_nobody_iterates_is_closed_when_another_is_made(tmp_path: 
 
 
 def test_settings_of_torchs_loader(tmp_path: Path) -> None:
-    data = Numbers(tmp_path, batch_size=7, loader="torch", num_workers=2, prefetch_factor=5, drop_last=True)
+    settings: Any = {"batch_size": 7, "num_workers": 2, "prefetch_factor": 5, "start_method": "forkserver"}
+    data = Numbers(tmp_path, **settings, loader="torch", drop_last=True)
     data.prepare_data()
     train, val = data.train_dataloader(), data.val_dataloader()
     for loader in (train, val):
         assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (7, 2, 5)
         assert loader.persistent_workers
+        assert loader.multiprocessing_context.get_start_method() == "forkserver"
         assert not loader.pin_memory
     assert (len(train), len(val)) == (3, 1)  # 24 = 3 x 7 + 3; evaluation never drops a sample
     assert isinstance(train.sampler, DistributedSampler)
@@ -53,12 +55,14 @@ def test_settings_of_torchs_loader(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_ring_loader(tmp_path: Path) -> None:
-    data = Numbers(tmp_path, batch_size=7, num_workers=2, prefetch_factor=5, drop_last=True, remainder="drop")
+    settings: Any = {"batch_size": 7, "num_workers": 2, "prefetch_factor": 5, "start_method": "forkserver"}
+    data = Numbers(tmp_path, **settings, drop_last=True, remainder="drop")
     data.prepare_data()
     train, val = data.train_dataloader(), data.val_dataloader()
     for loader in (train, val):
         assert isinstance(loader, RingLoader)
         assert (loader.batch_size, loader.num_workers, loader.prefetch_factor) == (7, 2, 5)
+        assert loader.start_method == "forkserver"
     assert (len(train), len(val)) == (3, 1)
     assert (train.order.remainder, val.order.remainder) == ("drop", "exact")
     assert (train.order.drop_last, val.order.drop_last) == (True, False)

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_speedkit.data import LMDBDataModule, LMDBDataset, verify_lmdb, write_lmdb
+from lightning_speedkit.data import ImageField, LMDBDataModule, LMDBDataset, verify_lmdb, write_lmdb
 from lightning_speedkit.data import lmdb_datamodule as module_under_test
 from lightning_speedkit.errors import EmptyStoreError, StoreWriteError
 from tests.data.forked import end_of_fork
 from tests.data.numbers import Numbers, Recorder, flat, trainer
+from tests.data.pictures import encoded
 
 
 def test_a_missing_split_is_no_loader_or_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
@@ -166,3 +168,54 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path))
     assert LMDBDataModule("~/data").root == tmp_path / "data"
     assert LMDBDataModule("data~").root == Path.cwd() / "data~"
+
+
+_PICTURE = encoded(np.zeros((8, 9, 3), np.uint8), "PNG")
+
+
+class _Decoded(LMDBDataModule):
+    def transform(self, split: str) -> Callable[[Any], Any]:
+        return len
+
+
+class _Collated(LMDBDataModule):
+    def collate(self, samples: Any) -> Any:
+        return len(samples)
+
+
+class _Fields(LMDBDataModule):
+    def fields(self, split: str) -> dict[str | int, ImageField]:
+        return {0: ImageField(4)}
+
+
+def test_pictures_that_nothing_decodes_are_told_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for split in ("train", "val"):
+        write_lmdb([(_PICTURE, 0), (_PICTURE, 1)], tmp_path / f"{split}.lmdb")
+    data = LMDBDataModule(tmp_path)
+    data.train_dataloader()
+    data.val_dataloader()
+    told = [str(warning.message) for warning in recwarn if "encoded pictures" in str(warning.message)]
+    assert len(told) == 1
+    assert "encoded pictures at 0, and nothing of LMDBDataModule decodes them" in told[0]
+    assert "return {0: ImageField(224)}" in told[0]
+
+
+@pytest.mark.parametrize("kind", [_Decoded, _Collated, _Fields])
+def test_pictures_that_something_decodes_are_not_told(
+    tmp_path: Path, kind: type[LMDBDataModule], recwarn: pytest.WarningsRecorder
+) -> None:
+    write_lmdb([(_PICTURE, 0)], tmp_path / "train.lmdb")
+    kind(tmp_path).train_dataloader()
+    assert not [warning for warning in recwarn if "encoded pictures" in str(warning.message)]
+
+
+def test_fields_that_are_no_dict_are_named(tmp_path: Path) -> None:
+    class Field(LMDBDataModule):
+        def fields(self, split: str) -> Any:
+            return ImageField(4)
+
+    write_lmdb([(_PICTURE, 0)], tmp_path / "train.lmdb")
+    with pytest.raises(
+        TypeError, match=r"fields must be a dict .* such as \{0: ImageField\(224\)\}.*; got ImageField\("
+    ):
+        Field(tmp_path).train_dataloader()

@@ -227,7 +227,8 @@ def _mean_of_squares(picture: Pixels, side: int) -> Pixels:
 def _grey(picture: Pixels) -> Pixels:
     """Luma of ITU-R BT.601, in the rounding of Pillow."""
     red, green, blue = (picture[:, :, channel].astype(np.uint32) for channel in range(3))
-    return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).astype(np.uint8)
+    grey: Pixels = ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).astype(np.uint8)
+    return grey
 
 
 DECODERS: dict[str, Decoder] = {  # the fastest first

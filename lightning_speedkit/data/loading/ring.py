@@ -6,11 +6,13 @@ memory; when the last of them has died, also every slice and reshape of them, th
 batches never sees them change: their slots just do not come back, and further batches are copied out.
 
 Source: measured, a copy into reused memory is 10 to 25 times as fast as into fresh shared memory (1.6 and 19 MB
-batches); ``weakref.finalize``.
+batches), and that of 19 MB batches a quarter faster again into huge pages; ``madvise(2)``, ``MADV_HUGEPAGE``;
+``weakref.finalize``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 __all__ = ["ALIGNMENT", "Ring", "SharedMemory", "bytes_as_tensor", "tensor_at"]
 
 ALIGNMENT = 64
+_LARGE = 1 << 22  # bytes of a slot, twice the usual size of a huge page; smaller ones gained nothing by them
 
 
 class Ring:
@@ -54,6 +57,8 @@ class Ring:
         self._stride = max(-(-slot_bytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         if shared is not None:
             self._memory = np.frombuffer(shared.map, dtype=np.uint8)[: slots * self._stride]
+        elif slot_bytes >= _LARGE and not pinned and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory = _huge_pages(slots * self._stride)
         else:
             self._memory = torch.empty(slots * self._stride, dtype=torch.uint8, pin_memory=pinned).numpy()
         self._free: deque[int] = deque(reversed(range(slots)))
@@ -136,6 +141,14 @@ class SharedMemory:
 
     def __reduce__(self) -> Any:
         return _mapped_again, (reduction.DupFd(self._file), len(self.map))
+
+
+def _huge_pages(size: int) -> NDArray[np.uint8]:
+    """Memory of this process, in huge pages where the system gives them to who asks: copying into it is faster."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel that has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def bytes_as_tensor(memory: NDArray[np.uint8], owner: Any) -> torch.Tensor:

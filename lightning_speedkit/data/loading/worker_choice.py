@@ -27,9 +27,10 @@ from lightning_speedkit.data.loading.batch_builder import StoreBatches
 from lightning_speedkit.data.loading.batch_task import BatchBuilder, BatchTask, seeded
 from lightning_speedkit.data.loading.quiet_start import ignore_interrupts, start_quietly
 
-__all__ = ["WORKERS", "WorkerChoice", "check_workers", "choose_workers", "cpu_count"]
+__all__ = ["START_METHODS", "WORKERS", "WorkerChoice", "check_workers", "choose_workers", "cpu_count"]
 
 WORKERS = ("auto", "threads", "processes", "inline")
+START_METHODS = (None, *multiprocessing.get_all_start_methods())
 
 _logger = logging.getLogger(__name__)
 _BATCHES = 4
@@ -61,7 +62,7 @@ def check_workers(workers: str, num_workers: int | None, start_method: str | Non
         TypeError, ValueError: one of them is not allowed, or the first two do not agree.
     """
     check_choice("workers", workers, WORKERS)
-    check_choice("start_method", start_method, (None, *multiprocessing.get_all_start_methods()))
+    check_choice("start_method", start_method, START_METHODS)
     none = num_workers is not None and checked_integer("num_workers", num_workers, 0) == 0
     if none and workers in ("threads", "processes"):
         raise ValueError(f"workers={workers!r} needs num_workers of 1 or more, or None; 0 means workers='inline'.")

@@ -18,9 +18,9 @@ from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_speedkit.data.argument_checks import check_choice, check_seconds, checked_integer
+from lightning_speedkit.data.argument_checks import a_type, check_choice, check_seconds, checked_integer
 from lightning_speedkit.data.settings.loader_settings import LoaderLimits, LoaderSettings, choose_trial
 from lightning_speedkit.data.settings.loader_trials import run_trials
 from lightning_speedkit.data.settings.trial_measurement import LoaderJob
@@ -34,8 +34,8 @@ _SHARE = 0.5  # of the free memory, and of the free shared memory, that workers 
 
 
 def suggest_loader(
-    hardware: Hardware | None,
-    dataset: Any,
+    hardware: Hardware | None = None,
+    dataset: Any = None,
     *,
     batch_size: int | None = 32,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -77,9 +77,9 @@ def suggest_loader(
     >>> torch.utils.data.DataLoader(dataset, batch_size=32, **settings.arguments()).num_workers
     0
     """
-    _check_dataset(dataset)
     if hardware is not None and not isinstance(hardware, Hardware):
-        raise TypeError(f"hardware must be a Hardware or None, got {type(hardware).__name__}; use read_hardware().")
+        raise TypeError(f"hardware must be a Hardware or None, got {a_type(hardware)}; {_hint(hardware)}.")
+    _check_dataset(dataset)
     check_choice("multiprocessing_context", multiprocessing_context, (None, *get_all_start_methods()))
     check_seconds("seconds", seconds)
     check_seconds("patience_seconds", patience_seconds)
@@ -130,10 +130,26 @@ def _check_dataset(dataset: Any) -> None:
             "unless it divides its samples by torch.utils.data.get_worker_info(), which cannot be seen from outside. "
             "Choose num_workers by hand."
         )
-    if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
-        raise TypeError(f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}.")
+    if isinstance(dataset, DataLoader):
+        raise TypeError("dataset must be a dataset, got a DataLoader; suggest_for(loader) measures that of a loader.")
+    if not _has_samples(dataset):
+        hint = "; give that of one split, such as data.dataset('train')" if hasattr(dataset, "prepare_data") else ""
+        raise TypeError(f"dataset must be map-style, with __len__ and __getitem__, got {a_type(dataset)}{hint}.")
     if len(dataset) == 0:
         raise ValueError(f"{type(dataset).__name__} is empty: there is no sample to measure.")
+
+
+def _hint(given: Any) -> str:
+    """What is meant by what was given as the hardware."""
+    if isinstance(given, DataLoader):
+        return "suggest_for(loader) measures the dataset of a DataLoader"
+    if _has_samples(given) and not isinstance(given, str):
+        return "the dataset comes second: suggest_loader(None, dataset)"
+    return "None reads it, and read_hardware() gives one"
+
+
+def _has_samples(value: Any) -> bool:
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
 def _share_of(free: int | None, loaders: int) -> int | None:

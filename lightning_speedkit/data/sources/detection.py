@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections import Counter
@@ -52,7 +53,7 @@ def detect_format(path: str) -> str:
         return "python"
     if named in _SHARDED and _BRACES.search(path):
         return named
-    raise SourceError(f"There is nothing at {path}. A source is {_ALLOWED}.")
+    raise SourceError(f"There is nothing at {path}.{_nearest(path)} A source is {_ALLOWED}.")
 
 
 def files_of(path: str, format_name: str) -> list[Path]:
@@ -74,6 +75,17 @@ def files_of(path: str, format_name: str) -> list[Path]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise SourceError(f"There is no file {missing[0]}{more}.")
     return files
+
+
+def _nearest(path: str) -> str:
+    """For the message: the entry of the folder that is named most like it, or how far the path is there."""
+    folder, name = Path(path).parent, Path(path).name
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return f" There is no folder {folder} either." if not os.path.isdir(folder) else ""  # noqa: PTH112
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {folder / near[0]}?" if near else ""
 
 
 def _expanded(path: str) -> list[str]:
@@ -122,6 +134,11 @@ def _of_folder(path: Path) -> str:
         return there[0]
     if not there and any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(path)):
         return "image-folder"
+    if not there and any(os.path.splitext(name)[1].lower() in SUFFIXES for name in names):  # noqa: PTH122
+        raise SourceError(
+            f"The folder {path} holds {_seen(path)} and no folder for each class. If {path.name} is a class, give the "
+            f"folder above it, {path.absolute().parent}; else move the pictures into a folder of their class."
+        )
     raise SourceError(
         f"The folder {path} holds {_seen(path)}, so its format is not clear. A source is {_ALLOWED}. Name one with "
         f"--format ({', '.join(FORMATS)})."

@@ -25,6 +25,7 @@ from lightning_speedkit.errors import SourceError
 __all__ = ["NumpyFile", "NumpyZip"]
 
 _KINDS = "biufcMmSU"
+_format: Any = np.lib.format  # which NumPy has types for from 2.3 on
 _REST_BYTES = 1 << 20
 _FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
 
@@ -133,7 +134,7 @@ class NumpyZip(Source):
         shape, fortran, dtype = _header(file)
         if fortran and len(shape) > 1:
             file.seek(0)
-            whole = iter(np.lib.format.read_array(file, allow_pickle=False).astype(dtype.newbyteorder("=")))
+            whole = iter(_format.read_array(file, allow_pickle=False).astype(dtype.newbyteorder("=")))
             return lambda: _plain(next(whole))
         size = int(np.prod(shape[1:])) * dtype.itemsize
 
@@ -148,10 +149,9 @@ class NumpyZip(Source):
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    return np.lib.format.read_array_header_2_0(file)
+    reads = _format.read_array_header_1_0 if _format.read_magic(file) == (1, 0) else _format.read_array_header_2_0
+    header: tuple[tuple[int, ...], bool, np.dtype[Any]] = reads(file)
+    return header
 
 
 def _check(where: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:

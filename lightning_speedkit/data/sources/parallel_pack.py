@@ -29,7 +29,10 @@ from lightning_speedkit.data.store.lmdb_writer import LMDBWriter
 from lightning_speedkit.errors import EmptyStoreError, SampleMismatchError, SourceError, SpeedkitError
 from lightning_speedkit.measure import read_hardware
 
-__all__ = ["PackReport", "write_parallel", "write_splits"]
+__all__ = ["SKIP_BAD", "PackReport", "write_parallel", "write_splits"]
+
+SKIP_BAD = "With skip_bad=True such samples are left out."
+"""A note that the error of a bad sample has, if others could be packed without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,7 @@ def _write(
             if isinstance(error, UnreadRestError):
                 unread.append(error.file)
         else:
+            error.__dict__.setdefault("__notes__", []).append(SKIP_BAD)  # add_note, which Python 3.10 does not have
             raise error
     return written, skipped, unread
 

@@ -7,9 +7,11 @@ read by one thread, in order. A function whose own work is slow can be spread ov
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning_speedkit.data.argument_checks import a_type
@@ -17,7 +19,7 @@ from lightning_speedkit.data.sources.source import Item, Source, held_item
 from lightning_speedkit.data.store.lmdb_pack import iterate_samples
 from lightning_speedkit.errors import SourceError, SpeedkitError
 
-__all__ = ["PythonFunction", "is_python_name"]
+__all__ = ["PythonFunction", "find_python_name", "is_python_name"]
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -31,6 +33,35 @@ def is_python_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def find_python_name(name: str) -> Any:
+    """What ``module:function`` names; the module is imported.
+
+    Raises:
+        SourceError: no such module or name, or importing it fails; it names the nearest.
+
+    >>> find_python_name("math:sqrt")(9.0)
+    3.0
+    """
+    module_name, _, attribute = name.partition(":")
+    if not is_python_name(name):
+        raise SourceError(f"{name!r} is not of the form module:function, such as my_data:training_samples.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise SourceError(
+            f"{name}: there is no module {error.name!r} in the current folder ({Path.cwd()}) or on the path of Python."
+        ) from error
+    except Exception as error:
+        raise SourceError(f"{name}: importing {module_name} raised {type(error).__name__}: {error}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SourceError(f"{name}: {module_name} has no {attribute!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
 class PythonFunction(Source):
     """The samples of ``module:function``, or of an iterable or dataset of that name.
 
@@ -42,20 +73,7 @@ class PythonFunction(Source):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        module_name, _, attribute = name.partition(":")
-        if not is_python_name(name):
-            raise SourceError(f"{name!r} is not of the form module:function, such as my_data:training_samples.")
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise SourceError(f"{name}: there is no module {error.name!r} on the path of Python.") from error
-        except Exception as error:
-            raise SourceError(f"{name}: importing {module_name} raised {type(error).__name__}: {error}.") from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                raise SourceError(f"{name}: {module_name} has no {attribute!r}.")
-            found = getattr(found, part)
-        self._found = found
+        self._found = find_python_name(name)
         self._samples: Any = None
 
     def __len__(self) -> int:

@@ -7,12 +7,14 @@ read here. Source: ``tensorflow/core/example/example.proto`` and ``feature.proto
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["ExampleFault", "Feature", "parse_example"]
 
-Feature = list[bytes] | np.ndarray
+Feature = list[bytes] | NDArray[Any]
 """A bytes list, or an array of float32 or int64."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -76,14 +78,14 @@ def _feature(message: bytes) -> Feature:
     return []
 
 
-def _floats(parts: list[bytes | int]) -> np.ndarray:
+def _floats(parts: list[bytes | int]) -> NDArray[Any]:
     data = b"".join(_bytes(part) for part in parts)  # packed, or four bytes for each value
     if len(data) % 4:
         raise ExampleFault("a list of floats ends inside a value")
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
-def _integers(parts: list[bytes | int]) -> np.ndarray:
+def _integers(parts: list[bytes | int]) -> NDArray[Any]:
     values: list[int] = []
     for part in parts:
         if isinstance(part, int):

@@ -97,7 +97,7 @@ class Leaf:
                 return torch.empty(shape, dtype=dtype)
             return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
         if self.kind in ("ndarray", "scalar"):
-            array = np.ndarray(shape, dtype=np.dtype(self.dtype), buffer=bytearray(data) if data else None)
+            array: Any = np.ndarray(shape, dtype=np.dtype(self.dtype), buffer=bytearray(data) if data else None)
             return array[()] if self.kind == "scalar" else array
         return _decode_plain(self.kind, data)
 

@@ -73,6 +73,11 @@ class LMDBDataset(Dataset[Any]):
     ) -> None:
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be callable or None, got {transform!r}.")
+        if fields is not None and not isinstance(fields, Mapping):
+            raise TypeError(
+                f"fields must be a dict of an ImageField for each key or position of a sample, such as "
+                f"{{0: ImageField(224)}} or {{'image': ImageField(224)}}, or None; got {fields!r}."
+            )
         self.path = Path(path).expanduser().absolute()
         self.transform = transform
         file = open_for_reading(self.path)

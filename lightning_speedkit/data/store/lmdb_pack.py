@@ -51,6 +51,8 @@ def write_lmdb(
         >>> LMDBDataset(path)[1]
         {'x': tensor([1., 1., 1.]), 'name': 'second'}
     """
+    if isinstance(samples, str | os.PathLike) and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"The samples come first: write_lmdb(samples, path), got {samples!r} and {a_type(path)}.")
     iterator, count = iterate_samples(samples)
     with LMDBWriter(path, block_bytes=block_bytes) as writer:
         for sample in _shown(iterator, count, f"packing {writer.path.name}") if progress else iterator:

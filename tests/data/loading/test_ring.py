@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import mmap
 import multiprocessing
 import os
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -287,6 +289,24 @@ def test_touching_makes_all_pages() -> None:
     ring.touch()
     assert taken == 0
     assert os.fstat(shared._file).st_blocks * 512 == 4 << 20
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
+@pytest.mark.parametrize(("slot_bytes", "asked"), [(1 << 20, False), (1 << 22, True)])
+def test_large_rings_ask_for_huge_pages(slot_bytes: int, asked: bool) -> None:
+    ring = Ring(2, slot_bytes)
+    memory = ring.memory(1)
+    memory[:] = 5
+    place = memory.ctypes.data
+    flags, here = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            here = int(found[1], 16) <= place < int(found[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    if not flags:
+        pytest.skip("this system does not tell the flags of a map")
+    assert ("hg" in flags) == asked
 
 
 @pytest.mark.gpu

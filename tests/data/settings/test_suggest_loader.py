@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_speedkit.data import SpeedkitDataModule
 from lightning_speedkit.data.settings import suggest_loader as module
 from lightning_speedkit.data.settings.suggest_loader import suggest_loader
 from lightning_speedkit.errors import LoaderError
@@ -179,6 +180,16 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], error: type[Except
 def test_hardware_is_read_or_must_be_hardware() -> None:
     with pytest.raises(TypeError, match="Hardware"):
         suggest_loader("cpu", [1, 2, 3])  # type: ignore[arg-type]
+    dataset: Any = TensorDataset(torch.zeros(8))
+    with pytest.raises(
+        TypeError, match=r"got a TensorDataset; the dataset comes second: suggest_loader\(None, dataset"
+    ):
+        suggest_loader(dataset)
+    for given in ((DataLoader(dataset),), (None, DataLoader(dataset))):
+        with pytest.raises(TypeError, match=r"got a DataLoader; suggest_for\(loader\) measures"):
+            suggest_loader(*given)
+    with pytest.raises(TypeError, match=r"such as data.dataset\('train'\)"):
+        suggest_loader(None, SpeedkitDataModule())
 
 
 class _Breaks(Waits):

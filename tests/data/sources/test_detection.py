@@ -59,7 +59,7 @@ def test_a_folder_of_folders_is_a_tree_of_pictures() -> None:
         ("empty", r"empty is of no format .*: it is empty \(0 bytes\)"),
         ("odd.bin", r"begins with b'hello'\. Name one with --format \(image-folder, npy"),
         ("mixed", r"The folder mixed holds 1 \.csv files, 1 \.tar files, 1 sub-folders, so its format is not clear"),
-        ("flat", r"holds 2 pictures, so"),
+        ("flat", r"holds 2 pictures and no folder for each class. If flat is a class, give the folder above"),
         ("bare", "holds nothing, so"),
     ],
 )
@@ -73,6 +73,16 @@ def test_what_is_not_known_is_told_with_what_was_seen(path: str, fault: str) -> 
             Path(folder, name).touch()
     with pytest.raises(SourceError, match=fault):
         detect_format(path)
+
+
+def test_a_wrong_path_is_told_with_the_nearest() -> None:
+    make_tree(Path("photographs"), {"things": 1})
+    with pytest.raises(SourceError, match=r"There is nothing at photographs/thing\. Did you mean photographs/things\?"):
+        detect_format("photographs/thing")
+    with pytest.raises(SourceError, match=r"There is nothing at photos/things\. There is no folder photos either\."):
+        detect_format("photos/things")
+    with pytest.raises(SourceError, match=r"photographs/things holds 1 pictures and .* give the folder above it"):
+        detect_format("photographs/things")
 
 
 def test_the_files_of_folders_and_patterns() -> None:

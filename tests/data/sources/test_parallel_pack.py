@@ -131,9 +131,9 @@ def test_a_bad_sample_is_named_and_nothing_is_published() -> None:
     write_lmdb([0], "val.lmdb")
     before = Path("val.lmdb").read_bytes()
     for workers in (1, 3):
-        with pytest.raises(SourceError, match=r"^item 61: broken$"):
+        with pytest.raises(SourceError, match=r"^item 61: broken\nWith skip_bad=True such samples are left out\.$"):
             write_parallel(Made(100, bad=(61, 80)), "a.lmdb", workers=workers)
-        with pytest.raises(SourceError, match=r"^item 61: broken$"):
+        with pytest.raises(SourceError, match=r"^item 61: broken\nWith skip_bad=True such samples are left out\.$"):
             write_splits(Made(100, bad=(61,)), {"t": "t.lmdb", "v": "val.lmdb"}, {"t": 0.5, "v": 0.5}, workers=workers)
     assert files() == ["val.lmdb"]
     assert Path("val.lmdb").read_bytes() == before

@@ -88,7 +88,9 @@ def test_faults_of_the_function_carry_its_name() -> None:
         list(PythonFunction("made_up:own_error"))
     with pytest.raises(SourceError, match="made_up has no 'missing'"):
         PythonFunction("made_up:missing")
-    with pytest.raises(SourceError, match="no module 'no_such_module'"):
+    with pytest.raises(SourceError, match=r"made_up has no 'nothign'\. Did you mean 'nothing'\?"):
+        PythonFunction("made_up:nothign")
+    with pytest.raises(SourceError, match="no module 'no_such_module' in the current folder"):
         PythonFunction("no_such_module:x")
     Path("broken_module.py").write_text("1 / 0")
     sys.path.insert(0, str(Path.cwd()))

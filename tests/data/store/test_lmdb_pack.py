@@ -59,6 +59,12 @@ def test_what_is_no_source_of_samples(tmp_path: Path, source: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_in_the_wrong_order_are_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "a.lmdb", str(tmp_path / "a.lmdb")):
+        with pytest.raises(TypeError, match=r"The samples come first: write_lmdb\(samples, path\), got .*a.lmdb"):
+            write_lmdb(path, [1, 2])  # type: ignore[arg-type]
+
+
 def test_a_reused_buffer_is_copied(tmp_path: Path) -> None:
     buffer = torch.zeros(3)
 
