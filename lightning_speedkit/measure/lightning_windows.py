@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,8 +31,14 @@ class WindowRules(Protocol):
     def hold(self) -> bool:
         """Whether the rules hold now; if not, Lightning decides as if it had none."""
 
+    def start(self, batch: int, data: Any) -> None:
+        """This batch of the epoch comes to ``training_step``. Left out where the answer for it is ``settled``."""
+
     def opens(self) -> bool:
         """Whether gradients are cleared before the backward of this batch."""
+
+    def open(self) -> None:
+        """They will be."""
 
     def closes(self, batch: int) -> bool | None:
         """Whether an optimizer step follows the backward of this batch of the epoch, also where it does not end.
@@ -54,7 +62,7 @@ def follow_windows(trainer: pl.Trainer, rules: WindowRules) -> Callable[[], None
 
     Gives the Trainer, its ``epoch_loop`` and ``automatic_optimization`` a subclass of their class, which overrides
     ``_accumulated_batches_reached``, ``_should_accumulate``, ``_should_check_val_fx``, ``_update_learning_rates``,
-    ``_make_zero_grad_fn`` and ``output_result_cls``.
+    ``run``, ``_make_zero_grad_fn`` and ``output_result_cls``.
     """
     loop = trainer.fit_loop.epoch_loop
     undoings = [
@@ -70,23 +78,38 @@ def follow_windows(trainer: pl.Trainer, rules: WindowRules) -> Callable[[], None
     return undo
 
 
-def weigh_losses(trainer: pl.Trainer, weigh: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Let the backward of each loss start from ``weigh(loss)``. Returns what undoes it.
+def weigh_losses(trainer: pl.Trainer, weight: Callable[[], float | Tensor]) -> Callable[[], None]:
+    """Let the backward of each loss give ``weight()`` times its gradient. Returns what undoes it.
 
-    It is called after all hooks ``on_before_backward``, which see the loss as it is, with what a gradient scaler made
-    of it. Gives the Trainer's precision plugin another ``pre_backward``.
+    It is asked for after all hooks ``on_before_backward``, which see the loss as it is, with what a gradient scaler
+    made of it. A number is the gradient that the backward pass starts from in place of 1, which costs no operation.
+    Where a module, plugin or another callback has a ``backward`` of its own, or the weight is a tensor, the loss is
+    multiplied; the gradients are the same to the bit. Gives the Trainer's precision plugin another ``backward``.
     """
     plugin: Any = trainer.precision_plugin
-    before = plugin.pre_backward
+    module, found, before = trainer.lightning_module, vars(plugin).get("backward"), plugin.backward
+    passes_on = (type(plugin).backward, type(module).backward) == (Precision.backward, pl.LightningModule.backward)
+    passes_on = passes_on and found is None and "backward" not in vars(module)
 
-    def pre_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
-        return weigh(before(loss, module))
+    def backward(loss: Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        factor = weight()
+        if not isinstance(factor, float):
+            loss = loss * factor.to(loss.dtype)
+        elif factor != 1.0 and passes_on and type(loss) is Tensor and not loss.ndim:
+            # a new one each time: autograd may keep it as the gradient of a parameter, and add to it
+            options["gradient"] = torch.full((), factor, dtype=loss.dtype, device=loss.device)
+        elif factor != 1.0:
+            loss = loss * factor
+        before(loss, *arguments, **options)
 
-    plugin.pre_backward = pre_backward
+    plugin.backward = lambda loss, *arguments, **options: backward(loss, arguments, options)
+    placed = plugin.backward
 
     def undo() -> None:
-        if vars(plugin).get("pre_backward") is pre_backward:
-            del plugin.pre_backward
+        if vars(plugin).get("backward") is placed:
+            del plugin.backward
+            if found is not None:
+                plugin.backward = found
 
     return undo
 
@@ -173,6 +196,12 @@ class _UndividedResult(ClosureResult):
 class _UndividedOptimization(_AutomaticOptimization):
     _rules_of_windows: WindowRules
 
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        rules = self._rules_of_windows
+        if rules.settled != self.trainer.fit_loop.epoch_loop.batch_progress.current.ready and rules.hold():
+            rules.start(batch_idx, next(iter(kwargs.values())))
+        return super().run(optimizer, batch_idx, kwargs)
+
     @property
     def output_result_cls(self) -> type[ClosureResult]:  # type: ignore[override]
         return _UndividedResult if self._rules_of_windows.hold() else super().output_result_cls
@@ -186,9 +215,12 @@ class _UndividedOptimization(_AutomaticOptimization):
         trainer, factor = self.trainer, self.trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = 1  # for which Lightning clears before each batch
         try:
-            return super()._make_zero_grad_fn(batch_idx, optimizer)
+            clear = super()._make_zero_grad_fn(batch_idx, optimizer)
         finally:
             trainer.accumulate_grad_batches = factor
+        if clear is not None:
+            rules.open()
+        return clear
 
 
 class _TrainerInWindows(pl.Trainer):

@@ -11,8 +11,8 @@ number over them per window, and one multiplication of the gradients. On one dev
 windows are full and the micro-batches equal, and then the weights equal Lightning's own bit for bit. Counts that stay
 on a GPU cost the multiplication in every window.
 
-How: a loss is weighted by its samples, relative to the first micro-batch of its window, where its backward pass starts;
-this takes the place of the division that Lightning does for every loss. Before the last backward of the window, the
+How: a loss is weighted by its samples, relative to the first micro-batch of its window: its backward pass starts from
+that weight in place of 1, where Lightning divides every loss. Before the last backward of the window, the
 gradients so far are scaled and the last loss is weighted so that what is synchronised, clipped and stepped with is
 right already, whatever other callbacks look at it. Under float16 all this happens to scaled losses and gradients,
 which is the same, since it is linear. There the gradients so far are scaled down before a larger micro-batch comes,
@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_speedkit.measure.lightning_hooks import call_hooks, pass_over_hooks
-from lightning_speedkit.optimize.accumulation_count import counter_of
+from lightning_speedkit.measure.lightning_hooks import BATCH_HOOKS, call_hooks, pass_over_hooks
+from lightning_speedkit.optimize.accumulation_count import checked_labels, counter_of
 from lightning_speedkit.optimize.accumulation_fit import AccumulationFit, place_in_window
 from lightning_speedkit.optimize.accumulation_plan import WindowPlan
 from lightning_speedkit.optimize.accumulation_ranks import DataRanks
@@ -42,7 +42,7 @@ from lightning_speedkit.optimize.accumulation_schedule import checked_schedule
 __all__ = ["AccumulationScheduler"]
 
 _STATE = "AccumulationScheduler"  # where a checkpoint holds an unfinished window
-_UNUSED_HOOKS = ("on_before_backward", "on_after_backward")
+_OPTIONAL_HOOKS = tuple(name for name in BATCH_HOOKS if name != "on_before_optimizer_step")
 
 
 class AccumulationScheduler(Callback):
@@ -67,7 +67,8 @@ class AccumulationScheduler(Callback):
             (all alike), a function of the batch, or its path ``"module:function"``.
         target_batch: In place of a schedule: a window ends with the micro-batch that brings its samples or labels,
             over all ranks, to this number, or to that of ``{start: number}``.
-        labels: Where a batch holds its labels: a key, an index, or a path of these such as ``"targets.labels"``.
+        labels: Where a batch holds its labels, if they are counted: a key, an index, or a path of these such as
+            ``"targets.labels"``; ``"labels"`` if not given.
         ignore_index: The label that the loss leaves out.
         log_loss: The name to log the mean loss of each window under, over all its samples and ranks.
 
@@ -97,7 +98,7 @@ class AccumulationScheduler(Callback):
         unit: str = "epoch",
         count: str | Callable[[Any], int | Tensor] = "samples",
         target_batch: int | dict[int, int] | None = None,
-        labels: str | int = "labels",
+        labels: str | int | None = None,
         ignore_index: int = -100,
         log_loss: str | None = None,
     ) -> None:
@@ -114,7 +115,7 @@ class AccumulationScheduler(Callback):
         self.count = count
         self.target_batch = target_batch
         self.log_loss = log_loss
-        self._counter = self._counts = counter_of(count, labels, ignore_index)
+        self._counter = self._counts = counter_of(count, checked_labels(count, labels), ignore_index)
         self._run = AccumulationRun(self._plan, DataRanks())  # kept after a fit, for checkpoints that are saved then
         self._fit: AccumulationFit | None = None
         self._resumed: Mapping[str, Any] | None = None
@@ -145,11 +146,11 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, self._plan.accumulates())
-        unused = _UNUSED_HOOKS if self.log_loss is not None else (*_UNUSED_HOOKS, "on_train_batch_end")
-        pass_over_hooks(trainer, self, AccumulationScheduler, *unused)
-        state, self._resumed = self._resumed, None
         fit = self._of_fit()
-        fit.start(pl_module, state, self.count == "batches")
+        needed = {*fit.needs_hooks(), *(("on_train_batch_end",) if self.log_loss is not None else ())}
+        pass_over_hooks(trainer, self, AccumulationScheduler, *(name for name in _OPTIONAL_HOOKS if name not in needed))
+        state, self._resumed = self._resumed, None
+        fit.start(pl_module, state, None if self.count == "batches" else self._counts, self.log_loss is not None)
         self._run = fit.run
 
     @override
@@ -161,11 +162,12 @@ class AccumulationScheduler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._fit is not None
-        self._fit.start_batch(batch_idx, batch, self._counts, self.log_loss is not None)
+        self._fit.start_batch(batch_idx, batch)
 
     @override
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._of_fit().open()
+        if not self._run.plan.accumulates():  # else the loop has told of it
+            self._of_fit().open()
 
     @override
     def on_before_optimizer_step(
@@ -179,7 +181,7 @@ class AccumulationScheduler(Callback):
     ) -> None:
         if self.log_loss is None:
             return
-        if self._run.had_backward:
+        if outputs and self._run.had_backward:  # there are none for a batch that is None
             self._run.add_loss(outputs["loss"].detach())
         mean = self._run.mean_loss()
         if mean is not None:
@@ -211,4 +213,4 @@ class AccumulationScheduler(Callback):
         if self._fit is not None:
             self._fit.put_back()
             self._fit = None
-        call_hooks(self, *_UNUSED_HOOKS, "on_train_batch_end")
+        call_hooks(self, *_OPTIONAL_HOOKS)

@@ -11,15 +11,17 @@ import difflib
 import functools
 import importlib
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
 from lightning_speedkit.optimize.accumulation_window import samples_in, whole_number
 
-__all__ = ["COUNTS", "checked_count", "counter_of", "labels_in"]
+__all__ = ["COUNTS", "checked_count", "checked_labels", "counter_of", "labels_in"]
 
 COUNTS = ("samples", "batches", "labels", "shifted-labels")
+_OF_LABELS = ("labels", "shifted-labels")
 
 
 def labels_in(batch: Any, labels: str | int = "labels", ignore_index: int = -100, shifted: bool = False) -> Tensor:
@@ -58,14 +60,14 @@ def labels_in(batch: Any, labels: str | int = "labels", ignore_index: int = -100
 
 
 def counter_of(
-    count: str | Callable[[Any], int | Tensor], labels: str | int = "labels", ignore_index: int = -100
+    count: str | Callable[[Any], int | Tensor], labels: str | int | None = None, ignore_index: int = -100
 ) -> Callable[[Any], int | Tensor]:
     """The function that counts a batch.
 
     Args:
         count: ``"samples"``, ``"batches"`` (each counts 1), ``"labels"``, ``"shifted-labels"`` (see
             :func:`labels_in`), ``"module:function"``, or a function.
-        labels: Where the labels are.
+        labels: Where the labels are; ``None`` is ``"labels"``.
         ignore_index: The label that does not count.
 
     Raises:
@@ -79,22 +81,19 @@ def counter_of(
     >>> counter_of("builtins:len")([1, 2, 3])
     3
     """
-    if isinstance(labels, bool) or not isinstance(labels, (str, int)):
-        raise TypeError(f"labels={labels!r} must be a key, an index, or a path such as 'targets.labels'.")
+    _check_place(labels)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index={ignore_index!r} must be a whole number: the label that does not count.")
-    if count not in ("labels", "shifted-labels") and (labels, ignore_index) != ("labels", -100):
-        raise ValueError(
-            f"labels={labels!r} and ignore_index={ignore_index!r} have no effect with count={count!r}. Pass "
-            "count='labels' if the loss is a mean over labels, else leave them out."
-        )
+    if count not in _OF_LABELS and (labels not in (None, "labels") or ignore_index != -100):
+        raise _no_effect(f"labels={labels!r} and ignore_index={ignore_index!r} have", count)
     if callable(count):
         return count
     if count == "samples":
         return samples_in
     if count == "batches":
         return _one
-    if count in ("labels", "shifted-labels"):
+    if count in _OF_LABELS:
+        labels = "labels" if labels is None else labels
         return functools.partial(labels_in, labels=labels, ignore_index=ignore_index, shifted=count == "shifted-labels")
     if isinstance(count, str) and ":" in count:
         return _imported(count)
@@ -102,6 +101,22 @@ def counter_of(
     hint = f" Did you mean {near[0]!r}?" if near else ""
     names = ", ".join(map(repr, COUNTS))
     raise ValueError(f"count={count!r} is unknown.{hint} Use {names}, 'module:function', or a function.")
+
+
+def checked_labels(count: str | Callable[[Any], int | Tensor], labels: str | int | None) -> str | int:
+    """Where the labels are: what was given, and ``"labels"`` if nothing was.
+
+    Raises:
+        ValueError: Something was given, the default too, and ``count`` counts no labels.
+        TypeError: It is no key and no index.
+
+    >>> checked_labels("labels", None), checked_labels("shifted-labels", "targets")
+    ('labels', 'targets')
+    """
+    _check_place(labels)
+    if labels is not None and count not in _OF_LABELS:
+        raise _no_effect(f"labels={labels!r} has", count)
+    return "labels" if labels is None else labels
 
 
 def checked_count(count: Callable[[Any], int | Tensor], batch: Any) -> int | Tensor:
@@ -124,6 +139,18 @@ def checked_count(count: Callable[[Any], int | Tensor], batch: Any) -> int | Ten
         return whole_number(samples)
     except TypeError:
         raise TypeError(f"count_samples() has to return a whole number, and returned {samples!r}.") from None
+
+
+def _check_place(labels: object) -> None:
+    if isinstance(labels, bool) or not isinstance(labels, (str, int, NoneType)):
+        raise TypeError(f"labels={labels!r} must be a key, an index, or a path such as 'targets.labels'.")
+
+
+def _no_effect(what: str, count: object) -> ValueError:
+    return ValueError(
+        f"{what} no effect with count={count!r}. Pass count='labels' if the loss is a mean over labels, else leave "
+        "that out."
+    )
 
 
 def _one(_batch: Any) -> int:
@@ -163,6 +190,8 @@ def _entry(batch: Any, part: str | int, path: str | int) -> Any:
         has = "no such entry"
     near = difflib.get_close_matches(str(part), map(str, batch), n=1) if isinstance(batch, Mapping) else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if isinstance(batch, (list, tuple)) and not str(part).lstrip("-").isdecimal():
+        hint = f" Its {len(batch)} entries have indices: the labels of a pair (input, labels) are labels=1."
     raise ValueError(
         f"labels={path!r}: a {type(batch).__name__} of the batch has no {part!r}; it has {has}.{hint} Say where the "
         "labels are by a key, an index or a path such as 'targets.labels', or pass a function as count."

@@ -61,29 +61,39 @@ class AccumulationFit:
         self._plan = plan
         self._warnings = WindowWarnings()
         self._found = trainer.accumulate_grad_batches
-        self._rules = TrainerWindows(trainer, callback, plan, self.run, counts_samples)
+        self._rules = TrainerWindows(trainer, callback, plan, self.run, counts_samples, self.start_batch, self.open)
         self._accumulates = plan.accumulates()  # else Lightning's own windows are these
         self._undo = [follow_windows(trainer, self._rules)] if self._accumulates else []
         self._weighs = False  # whether losses are weighted
+        self._count: Callable[[Any], int | Tensor] | None = None
+        self._with_loss = False
         self._shrinks = False  # float16: weights are kept below 1
         self._lost = False  # the run resumed inside a window, without its gradients
         self._resumed_at = 0  # the batch of the epoch that the run resumes at
         self._begin(0)  # now: configure_optimizers may read the factor
 
-    def start(self, module: pl.LightningModule, state: Mapping[str, Any] | None, alike: bool) -> None:
+    def start(
+        self,
+        module: pl.LightningModule,
+        state: Mapping[str, Any] | None,
+        count: Callable[[Any], int | Tensor] | None,
+        with_loss: bool,
+    ) -> None:
         """Training starts, or goes on.
 
         Args:
             module: What is trained.
             state: What :func:`place_in_window` said, if it goes on.
-            alike: Every micro-batch counts 1.
+            count: What counts a micro-batch; ``None`` if every one counts 1.
+            with_loss: The mean loss of each window is asked for.
         """
         trainer = self._trainer
-        self.run = self._rules.run = AccumulationRun(self._plan, DataRanks.of(trainer), alike)
+        self.run = self._rules.run = AccumulationRun(self._plan, DataRanks.of(trainer), alike=count is None)
+        self._count, self._with_loss = count, with_loss
         self._shrinks = trainer.precision in _FLOAT16
         if not self._weighs:  # training may start more than once in a fit
             self._weighs = True
-            self._undo.append(weigh_losses(trainer, self._weighed))
+            self._undo.append(weigh_losses(trainer, self._weight))
         done = progress_of(trainer).processed
         if state is None:  # a checkpoint without this callback: its windows were Lightning's
             position, window = done % (self._plan.factor(self.position()) or 1), None
@@ -102,28 +112,32 @@ class AccumulationFit:
         if factor > batches and not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._warnings.of_long_windows(factor, batches)
 
-    def start_batch(self, number: int, batch: Any, count: Callable[[Any], int | Tensor], with_loss: bool) -> None:
-        """A micro-batch comes.
+    def needs_hooks(self) -> tuple[str, ...]:
+        """The hooks ``on_train_batch_start`` and ``on_before_zero_grad``, where Lightning's loop does not tell of them.
 
-        Args:
-            number: Its number in the epoch.
-            batch: What is counted.
-            count: What counts it, if that has to be known.
-            with_loss: The mean loss of the window is asked for.
+        It comes to the loop after the first hook: too late only where the end of a window follows from the batch.
         """
+        if not self._accumulates:
+            return "on_train_batch_start", "on_before_zero_grad"
+        return () if self._plan.is_steady() else ("on_train_batch_start",)
+
+    def start_batch(self, number: int, batch: Any) -> None:
+        """A micro-batch of this number in the epoch comes."""
         run = self.run
         bounds = run.bounds
-        run.had_backward = False
         if number < self._resumed_at:  # saved at the last batch of an epoch: no hook told of the new one
             self._begin(number)
             self._lost = False
         elif bounds.is_over_at(number):
             self._begin(bounds.next_start(number))
         self._resumed_at = 0
-        is_one = run.alike or (bounds.factor == 1 and run.ranks.size == 1 and not with_loss)
-        samples = 1 if is_one else checked_count(count, batch)
+        samples: int | Tensor = 1
+        if self._count is not None and (bounds.factor != 1 or self._with_loss or run.ranks.size > 1):
+            samples = checked_count(self._count, batch)
         run.count(samples, number, self.position() if bounds.factor is None else 0)
         self._rules.settle()
+        if bounds.factor is None and not (self._rules.accumulates or bounds.is_last(number) or bounds.start):
+            self._warn_of_short_epoch()
 
     def open(self) -> None:
         """Gradients are cleared."""
@@ -163,11 +177,16 @@ class AccumulationFit:
         if factor is not None and not skips_backward(self._trainer):  # StochasticWeightAveraging sets it in that epoch
             self._trainer.accumulate_grad_batches = factor
 
-    def _weighed(self, loss: Tensor) -> Tensor:
-        """The loss that the backward of the micro-batch in progress starts from."""
+    def _warn_of_short_epoch(self) -> None:
+        """The whole epoch has not reached the target."""
+        if not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._warnings.of_long_targets(self._plan.looked_up(self.position()), self.run.collected)
+
+    def _weight(self) -> float | Tensor:
+        """What the backward of the micro-batch in progress is multiplied by."""
         run, trainer = self.run, self._trainer
         if self._callback not in trainer.callbacks:  # type: ignore[attr-defined]  # a finder put it aside
-            return loss
+            return 1.0
         if run.had_backward and self._accumulates:
             refuse_repeats(trainer)
         window = run.window or run.open(self.position())
@@ -175,9 +194,7 @@ class AccumulationFit:
         weight = run.weight(self._parameters, is_last, self._shrinks)
         if is_last and run.bounds.factor is None:
             trainer.accumulate_grad_batches = window.batches  # for those who read it
-        if not isinstance(weight, float):
-            return loss * weight.to(loss.dtype)
-        return loss if weight == 1.0 else loss * weight
+        return weight
 
     def _parameters(self) -> Any:
         return parameters_of(self._trainer)

@@ -64,11 +64,11 @@ class WindowPlan:
 
     def factor(self, position: int) -> int | None:
         """The micro-batches of a window that begins at this epoch or step; ``None`` if it has a target."""
-        return None if self.target is not None else self._looked_up(position)
+        return None if self.target is not None else self.looked_up(position)
 
     def is_reached(self, samples: int, position: int) -> bool:
         """Whether a window with so many samples has reached its target."""
-        return samples >= self._looked_up(position)
+        return samples >= self.looked_up(position)
 
     def divisor(self, position: int, samples: int | Tensor, ranks: int) -> int:
         """What losses are to be divided by, so that their sum is about as large as one of them.
@@ -79,10 +79,10 @@ class WindowPlan:
             ranks: The number of ranks.
         """
         if self.target is None:
-            return self._looked_up(position)
+            return self.looked_up(position)
         if isinstance(samples, Tensor) or not samples:
             return 1
-        return max(math.ceil(self._looked_up(position) / (samples * ranks)), 1)
+        return max(math.ceil(self.looked_up(position) / (samples * ranks)), 1)
 
     def steps(self, batches: int, epochs: int, batch_size: int | None = None) -> int | None:
         """The optimizer steps of a run.
@@ -103,7 +103,13 @@ class WindowPlan:
         factors = {start: math.ceil(target / batch_size) for start, target in self.target.items()}
         return count_steps(factors, batches, epochs, self.unit)
 
-    def _looked_up(self, position: int) -> int:
+    def is_steady(self) -> bool:
+        """Whether factors change between epochs only, if at all."""
+        assert isinstance(self.schedule, dict)
+        return self.target is None and (self.unit == "epoch" or (len(self.schedule) == 1 and 0 in self.schedule))
+
+    def looked_up(self, position: int) -> int:
+        """The factor or target that holds at this epoch or step."""
         if self._last is None or self._last[0] != position:
             self._last = position, factor_at(self.schedule if self.target is None else self.target, position)
         return self._last[1]

@@ -7,7 +7,7 @@ What it costs: a comparison or two per question.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,6 +34,8 @@ class TrainerWindows:
         run: The run; set the attribute ``run`` where another one begins.
         counts_samples: Whether windows count samples, so that the loader's batch size tells how many steps a target
             leads to.
+        start: Called with the number and the data of a batch that no hook has told of.
+        opened: Called where gradients will be cleared.
     """
 
     def __init__(
@@ -43,8 +45,11 @@ class TrainerWindows:
         plan: WindowPlan,
         run: AccumulationRun,
         counts_samples: bool,
+        start: Callable[[int, Any], None],
+        opened: Callable[[], None],
     ) -> None:
         self.run = run
+        self.start, self.open = start, opened
         self.counts_steps = plan.accumulates()
         self.settled, self.accumulates = -1, False
         self._trainer = trainer

@@ -66,6 +66,11 @@ class AccumulationRun:
         self._loss: Tensor | float = 0.0  # the sum over the samples of this window
         self._total: float | Tensor | None = None  # the samples of the window that was closed
 
+    @property
+    def collected(self) -> int:
+        """What the window has towards its target, over all ranks."""
+        return self._collected
+
     def begin(self, start: int, position: int) -> None:
         """A new window, from this micro-batch of the epoch on, at this epoch or step."""
         self.window, self._collected = None, 0

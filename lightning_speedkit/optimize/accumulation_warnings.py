@@ -30,6 +30,14 @@ class WindowWarnings:
             f"with a step, so a step takes {batches} batches. Use a factor of at most {batches}, or longer epochs."
         )
 
+    def of_long_targets(self, target: int, samples: int) -> None:
+        """An epoch does not reach the target; told once for each target."""
+        self._warn(
+            f"target_batch is {target} and an epoch counts {samples} over all ranks: each epoch ends with a step, so a "
+            f"step takes {samples}. Use a target of at most {samples}, or longer epochs.",
+            f"target {target}",
+        )
+
     def of_lost_gradients(self) -> None:
         """The run goes on inside a window without the gradients of its start."""
         self._warn(
@@ -46,7 +54,7 @@ class WindowWarnings:
             "last step is lost."
         )
 
-    def _warn(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn(self, message: str, key: str | None = None) -> None:
+        if (key or message) not in self._told:
+            self._told.add(key or message)
             rank_zero_warn(message)

@@ -19,7 +19,6 @@ sources are named there.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -38,7 +36,8 @@ from lightning_speedkit.measure.lightning_hooks import BATCH_HOOKS, call_hooks, 
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.optimize.clip_gradients import clip_by_norm, clip_by_value, clip_units, gradient_norm, spoil
 from lightning_speedkit.optimize.clip_thresholds import PercentileLimit, ZScoreLimit
-from lightning_speedkit.optimize.optimizer_options import checked_number
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
+from lightning_speedkit.optimize.optimizer_options import checked_number, nearest_hint
 from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit
 
 __all__ = ["GradientClipping"]
@@ -49,7 +48,7 @@ _DEFAULT_LIMITS = {"norm": 1.0, "value": 1.0, "agc": 0.01, "zclip": 2.5, "percen
 _OPTIONS = {"smoothing": "zclip", "warmup": "zclip", "history": "percentile"}
 
 
-class GradientClipping(Callback):
+class GradientClipping(OneOfAKind):
     """Clips gradients once per optimizer step, and logs ``gradient_norm`` and ``gradient_norm_clipped``.
 
     Both are logged with ``self.log`` at the Trainer's ``log_every_n_steps``. Skipped steps (see
@@ -60,7 +59,8 @@ class GradientClipping(Callback):
             gradient of each unit, against the weights of that unit. ``"zclip"``: norms far above the mean of the run.
             ``"percentile"``: norms above a percentile of those of the run.
         limit: The largest norm (1.0), value (1.0), ratio of gradient to weights (0.01), score (2.5), or the percentile
-            (10); in brackets what it is if not given. ``float("inf")``, but for a percentile, clips nothing and logs.
+            (10; from 1 to 100); in brackets what it is if not given. ``float("inf")``, but for a percentile, clips
+            nothing and logs.
         smoothing: For ``"zclip"``: the weight of the old mean and variance; 0.97 if not given.
         warmup: For ``"zclip"``: steps before it clips; 25 if not given.
         history: For ``"percentile"``: how many norms are kept; 1000 if not given.
@@ -97,8 +97,7 @@ class GradientClipping(Callback):
     ) -> None:
         super().__init__()
         if by not in _DEFAULT_LIMITS:
-            near = difflib.get_close_matches(str(by), _DEFAULT_LIMITS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = nearest_hint(by, _DEFAULT_LIMITS) if isinstance(by, str) else f" The threshold is limit={by!r}."
             raise ValueError(f"by={by!r} is unknown.{hint} Use one of: {', '.join(_DEFAULT_LIMITS)}.")
         for name, given in (("smoothing", smoothing), ("warmup", warmup), ("history", history)):
             if given is not None and by != _OPTIONS[name]:
@@ -106,6 +105,11 @@ class GradientClipping(Callback):
         self.by = by
         most = 100.0 if by == "percentile" else math.inf
         self.limit = _limit(_DEFAULT_LIMITS[by] if limit is None else limit, most)
+        if by == "percentile" and self.limit < 1:
+            raise ValueError(
+                f"limit={limit!r} with by='percentile' would be less than the 1st of 100 percentiles. For a share of "
+                f"{self.limit:g} write limit={100 * self.limit:g}."
+            )
         self.smoothing = 0.97 if smoothing is None else checked_number("smoothing", smoothing, 0.0, 1.0, above=True)
         self.warmup = 25 if warmup is None else checked_limit("warmup", warmup)
         self.history = 1000 if history is None else checked_limit("history", history)
@@ -121,6 +125,7 @@ class GradientClipping(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             _refuse(trainer, pl_module)
 

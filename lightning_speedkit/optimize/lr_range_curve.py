@@ -54,7 +54,7 @@ class LRRange:
 
     def smoothed(self) -> tuple[float, ...]:
         """The losses, each the median of those around it."""
-        reach = _reach(len(self.losses))
+        reach = max(2, len(self.losses) // 40)  # a wider median would show the valley of a few steps as flat
         return tuple(median(self.losses[max(0, i - reach) : i + reach + 1]) for i in range(len(self.losses)))
 
     def plot(self, path: str | Path) -> None:

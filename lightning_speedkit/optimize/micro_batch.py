@@ -20,13 +20,12 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import is_accumulating
-from lightning_speedkit.optimize.accumulation_count import counter_of
+from lightning_speedkit.optimize.accumulation_count import checked_labels, counter_of
 from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.micro_batch_gradients import synchronize_gradients
 from lightning_speedkit.optimize.micro_batch_messages import Messages
@@ -37,11 +36,12 @@ from lightning_speedkit.optimize.micro_batch_run import replaced
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
 from lightning_speedkit.optimize.micro_batch_step import RepeatableSteps
 from lightning_speedkit.optimize.micro_batch_training import StepsInPieces
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 
 __all__ = ["AutoMicroBatch", "backward_in_pieces"]
 
 
-class AutoMicroBatch(Callback):
+class AutoMicroBatch(OneOfAKind):
     """Computes a batch in smaller pieces when memory runs out; the step is that of the whole batch.
 
     Holds for memory that runs out in the forward pass, in the backward pass, in the optimizer's step and in
@@ -61,7 +61,8 @@ class AutoMicroBatch(Callback):
             that one that failed half-way is undone. Larger ones are not; there such a failure ends the run.
         count: What the loss is a mean over: ``"samples"``, ``"labels"`` (those that are not ``ignore_index``),
             ``"shifted-labels"`` (without the first one of each row), ``"module:function"``, or a function of a piece.
-        labels: Where the labels are in a batch: a key, an index, or a path such as ``"targets.labels"``.
+        labels: Where the labels are in a batch, if they are counted: a key, an index, or a path such as
+            ``"targets.labels"``; ``"labels"`` if not given.
         ignore_index: The label that the loss leaves out.
 
     Raises:
@@ -90,7 +91,7 @@ class AutoMicroBatch(Callback):
         reduction: Literal["mean", "sum"] = "mean",
         step_copy_mib: float = 32.0,
         count: str | Callable[[Any], int | Tensor] = "samples",
-        labels: str | int = "labels",
+        labels: str | int | None = None,
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class AutoMicroBatch(Callback):
         self.reduction = reduction
         self.step_copy_mib = step_copy_mib
         self.count = count
-        self._counter = counter_of(count, labels, ignore_index)
+        self._counter = counter_of(count, checked_labels(count, labels), ignore_index)
         self._training = MicroBatchSize(smallest, grow_after)
         self._evaluation = MicroBatchSize(smallest, grow_after)
         self._steps: StepsInPieces | None = None
@@ -116,7 +117,7 @@ class AutoMicroBatch(Callback):
         self._undo = ExitStack()
         self._optimizers: list[torch.optim.Optimizer] = []  # whose step is ours
         self._optimizer_steps = RepeatableSteps(step_copy_mib * 2**20)
-        self._messages = Messages()
+        self._messages = Messages(counts_samples=count == "samples" and reduction == "mean")
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -140,6 +141,7 @@ class AutoMicroBatch(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._put_back()
         if stage == "fit":
             check_trainer(trainer, pl_module, AutoMicroBatch)

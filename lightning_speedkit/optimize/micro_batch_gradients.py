@@ -125,4 +125,4 @@ def synchronize_gradients(model: DistributedDataParallel) -> None:
     apply: Callable[..., Tensor] = _Zero.apply  # untyped in some torch versions
     zero = apply(sparse_dims, *used)
     prepare_for_backward(model, zero)
-    zero.backward()
+    torch.autograd.backward(zero)

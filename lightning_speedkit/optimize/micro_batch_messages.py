@@ -12,11 +12,15 @@ __all__ = ["Messages"]
 class Messages:
     """Remembers what was said.
 
+    Args:
+        counts_samples: Whether pieces weigh as many samples as they have.
+
     >>> messages = Messages()
     >>> messages.tell(None, False, nn.Identity())  # every batch fits: nothing to say
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_samples: bool = False) -> None:
+        self._counts_samples = counts_samples
         self._size: int | None = None
         self._one_by_one = False
 
@@ -45,8 +49,13 @@ class Messages:
         else:
             norm = any(isinstance(part, _BatchNorm) for part in module.modules())
             but = " Except for BatchNorm, whose statistics are those of pieces: use GroupNorm, or freeze it." * norm
+            mean = (
+                " where the loss is a mean over samples; for a mean over labels or tokens pass count='labels'"
+                if self._counts_samples
+                else ""
+            )
             rank_zero_warn(
                 f"Memory ran out. The batch was computed in pieces, and at most {size} samples are computed at once "
-                f"from now on; the steps stay those of whole batches.{but}"
+                f"from now on; the steps stay those of whole batches{mean}.{but}"
             )
         self._size = size

@@ -23,19 +23,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_speedkit.optimize.non_finite_gradients import has_non_finite_gradient
 from lightning_speedkit.optimize.non_finite_guard_count import SkipCount
 from lightning_speedkit.optimize.non_finite_guard_run import GuardedRun
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.optimizer_options import checked_flag
 from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit, refuse_guard, refuse_repeats
 
 __all__ = ["NonFiniteGuard", "has_non_finite_gradient"]
 
 
-class NonFiniteGuard(Callback):
+class NonFiniteGuard(OneOfAKind):
     """Skips optimizer steps whose gradient is not finite; counts them, says where the first came from, and caps them.
 
     ``skipped_steps`` is how many were skipped so far; it is logged under that name, from the first one on, at the
@@ -85,6 +85,7 @@ class NonFiniteGuard(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             refuse_guard(self, trainer, pl_module)
             self._owed = 0  # a checkpoint, restored after this, may say otherwise

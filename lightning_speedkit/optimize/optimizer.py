@@ -8,7 +8,6 @@ a fused step differs from the default one in the last bits.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_speedkit.errors import MissingExtraError
+from lightning_speedkit.optimize.misplaced_arguments import names_options
 from lightning_speedkit.optimize.muon import MuonWithAdamW, hidden_matrices
+from lightning_speedkit.optimize.offloaded_adamw import OFFLOADED, check_devices, class_of_torchao
 from lightning_speedkit.optimize.optimizer_groups import ParameterSetting, parameter_groups, parameter_settings
 from lightning_speedkit.optimize.optimizer_options import checked_name, checked_options, defaults_of
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
@@ -30,6 +30,7 @@ __all__ = [
     "build_optimizer",
     "check_optimizer_options",
     "named_optimizer",
+    "optimizer_option_names",
 ]
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -86,6 +87,12 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "adamw-8bit": NamedOptimizer(
         summary="AdamW with states of 8 bits, by torchao.", cls=None, scale="adam", weight_decay=0.01
     ),
+    OFFLOADED: NamedOptimizer(
+        summary="AdamW with its states and its step on the host, by torchao.",
+        cls=None,
+        scale="adam",
+        weight_decay=0.01,
+    ),
     "schedule-free": NamedOptimizer(
         summary="AdamW with an average of the weights in place of a schedule.", cls=ScheduleFreeAdamW, scale="adam"
     ),
@@ -105,6 +112,17 @@ def named_optimizer(name: str) -> NamedOptimizer:
     return OPTIMIZERS[checked_name("optimizer", name, OPTIMIZERS)]
 
 
+def optimizer_option_names() -> set[str]:
+    """What may stand in the options of one optimizer or another.
+
+    >>> sorted(optimizer_option_names() & {"betas", "momentum", "lr"})
+    ['betas', 'momentum']
+    """
+    classes = {named.cls for named in OPTIMIZERS.values()} - {None}
+    return {name for cls in classes if cls for name in defaults_of(cls)} - {"params", "lr", "weight_decay"}
+
+
+@names_options("build_optimizer(..., options={'NAME': ...})", optimizer_option_names)
 def build_optimizer(
     name: str,
     module: nn.Module,
@@ -119,9 +137,9 @@ def build_optimizer(
     """An optimizer over the trainable parameters of a module.
 
     Args:
-        name: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` (needs torchao)
-            or ``"schedule-free"`` (needs its switches: see
-            :class:`~lightning_speedkit.optimize.schedule_free_switch.ScheduleFreeSwitch`).
+        name: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` and
+            ``"adamw-cpu-offload"`` (they need torchao, the second one also a GPU) or ``"schedule-free"`` (needs its
+            switches: see :class:`~lightning_speedkit.optimize.schedule_free_switch.ScheduleFreeSwitch`).
         module: Any module. What it shares is taken once, what is frozen is left out.
         lr: The learning rate, of the last layer if ``layer_decay`` is below 1.
         weight_decay: Of weights; ``None`` takes the optimizer's own default. Biases and norms get none.
@@ -158,7 +176,9 @@ def build_from_settings(
     named = named_optimizer(name)
     if not settings:
         raise ValueError(f"There is nothing to train in {type(module).__name__}: no parameter is left for {name!r}.")
-    cls = named.cls or _eight_bit()
+    if name == OFFLOADED:
+        check_devices(s.parameter for s in settings)
+    cls = named.cls or class_of_torchao(name)
     given = _checked(name, cls, options)
     chosen = {**named.defaults, **given}
     if named.fuses and not {"fused", "foreach", "differentiable", "capturable"} & chosen.keys():
@@ -185,6 +205,8 @@ def check_optimizer_options(name: str, options: Mapping[str, Any] | None) -> Non
 
 def _checked(name: str, cls: type[Optimizer], options: Mapping[str, Any] | None) -> dict[str, Any]:
     defaults = defaults_of(cls)
+    if name == OFFLOADED:  # a class around another one, whose options it hands on
+        defaults = {**defaults_of(torch.optim.AdamW), **defaults_of(cls, ["minimal_size"])}
     for argument in ("params", "lr", "weight_decay"):
         defaults.pop(argument)
         if isinstance(options, Mapping) and argument in options:
@@ -217,11 +239,3 @@ def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool | None:
     """``None``, which leaves the choice to torch, where the fused kernels would refuse a parameter."""
     fits = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return True if fits else None
-
-
-def _eight_bit() -> type[Optimizer]:
-    try:
-        found: type[Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
-    except ImportError as error:
-        raise MissingExtraError("The optimizer 'adamw-8bit'", extra="quant", library="torchao") from error
-    return found

@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import read_optimizers
-from lightning_speedkit.optimize.optimizer import build_from_settings, check_optimizer_options
+from lightning_speedkit.optimize.misplaced_arguments import names_options
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
+from lightning_speedkit.optimize.optimizer import build_from_settings, check_optimizer_options, optimizer_option_names
 from lightning_speedkit.optimize.optimizer_groups import check_settings, parameter_settings
 from lightning_speedkit.optimize.optimizer_options import checked_flag
 from lightning_speedkit.optimize.optimizer_replacement import inherited_settings, without_schedules
+from lightning_speedkit.optimize.optimizer_resume import Group, check_groups, check_name, saved_groups
 from lightning_speedkit.optimize.optimizers_for import fitting_options, schedule_for
-from lightning_speedkit.optimize.schedule import check_schedule
+from lightning_speedkit.optimize.schedule import PLATEAU, check_schedule, schedule_option_names
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
 
 __all__ = ["OptimizerChoice", "ScheduleChoice"]
@@ -79,7 +82,7 @@ def _override(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], N
     return undo
 
 
-class _Configures(Callback):
+class _Configures(OneOfAKind):
     """Puts an answer in the place of ``configure_optimizers`` for one ``fit``, also after an exception.
 
     Where there are both callbacks, the one for the optimizer does it for both.
@@ -89,8 +92,18 @@ class _Configures(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and self is (_only(trainer, OptimizerChoice) or _only(trainer, ScheduleChoice)):
             self._undo = _override(trainer, pl_module)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.training:
+            choice = _only(trainer, OptimizerChoice)
+            saved = checkpoint.get("callbacks", {}).get(OptimizerChoice.__qualname__, {}).get("optimizer")
+            check_name(saved, None if choice is None else choice.optimizer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -111,8 +124,8 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
     weights, as :class:`~lightning_speedkit.optimize.schedule_free_switch.ScheduleFreeSwitch` does.
 
     Args:
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"`` or
-            ``"schedule-free"``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd-momentum"``, ``"adafactor"``, ``"muon"``, ``"adamw-8bit"``,
+            ``"adamw-cpu-offload"`` or ``"schedule-free"``.
         lr: The learning rate; ``None`` keeps those of the module's own optimizer, if that is of the same kind.
         weight_decay: Of weights; ``None`` keeps the module's own, if its optimizer and its decay are of the same kind.
         layer_decay: Each layer's rate is that of the next layer towards the output times this.
@@ -124,7 +137,7 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
         ValueError: A name, an option or a number is not allowed.
         TypeError: An argument or an option is of the wrong kind.
         MisconfigurationException: At ``fit``: two of these callbacks, a schedule that the module has of its own,
-            several optimizers, or a missing ``lr``.
+            several optimizers, a missing ``lr``, or a checkpoint of another optimizer.
 
     Example:
 
@@ -140,6 +153,7 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
         'AdamW'
     """
 
+    @names_options("OptimizerChoice(..., options={'NAME': ...})", optimizer_option_names)
     def __init__(
         self,
         optimizer: str = "adamw",
@@ -151,6 +165,9 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        given: Any = optimizer
+        if isinstance(given, float):
+            raise TypeError(f"The first argument is the name of the optimizer. For a rate write lr={optimizer!r}.")
         check_optimizer_options(optimizer, options)
         check_settings(
             0.0 if lr is None else lr, 0.0 if weight_decay is None else weight_decay, layer_decay, layers, decay_all
@@ -162,6 +179,25 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
         self.layers = None if layers is None else list(layers)
         self.decay_all = decay_all
         self.options = None if options is None else dict(options)
+        self._saved: list[Group] | None = None  # of the optimizer in the checkpoint that is resumed
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._saved = saved_groups(checkpoint)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        saved, self._saved = self._saved, None
+        if saved is not None:  # the state is restored after this hook
+            check_groups(saved, trainer.optimizers[0], self.optimizer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer}
 
     def optimizer_for(self, module: pl.LightningModule, own: Optimizer) -> Optimizer:
         """The chosen optimizer, for a module in a fit whose own optimizer is ``own``."""
@@ -215,6 +251,7 @@ class ScheduleChoice(_Configures):
         [0.0]
     """
 
+    @names_options("ScheduleChoice(..., options={'NAME': ...})", schedule_option_names)
     def __init__(
         self,
         schedule: str = "warmup-cosine",
@@ -236,6 +273,13 @@ class ScheduleChoice(_Configures):
         self.frequency = frequency
         self.total_steps = total_steps
         self.options = None if options is None else dict(options)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        text = str(exception)
+        if self.schedule == PLATEAU and f"conditioned on metric {self.monitor} " in text:
+            exception.args = (f"{text} Here that is ScheduleChoice({PLATEAU!r}, monitor=...).",)
 
     def schedule_for(self, module: pl.LightningModule, optimizer: Optimizer) -> dict[str, Any]:
         """The ``"lr_scheduler"`` of ``configure_optimizers``, for a module in a fit."""

@@ -14,7 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["checked_flag", "checked_name", "checked_number", "checked_options", "defaults_of", "unknown_name"]
+__all__ = [
+    "checked_flag",
+    "checked_name",
+    "checked_number",
+    "checked_options",
+    "defaults_of",
+    "nearest_hint",
+    "unknown_name",
+]
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
@@ -24,10 +32,26 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
     "There is no optimizer 'adam_w'. Did you mean 'adamw'? Known: adam, adamw, muon."
     """
     names = list(known)
+    return ValueError(f"There is no {what} {name!r}.{nearest_hint(name, names)} Known: {', '.join(names) or 'none'}.")
+
+
+def nearest_hint(name: object, known: Iterable[str]) -> str:
+    """The question whether a name was meant that is spelt alike, with a space before it; empty if there is none.
+
+    >>> nearest_hint("adamv", ["adamw", "adam", "muon"]), nearest_hint("lion", ["adamw"])
+    (" Did you mean 'adam' or 'adamw'?", '')
+    """
+    names = list(known)
     asked = str(name).lower().replace("_", "-")
-    near = difflib.get_close_matches(asked, names, n=1) or [other for other in names if asked and asked in other]
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"There is no {what} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+    near = difflib.get_close_matches(asked, names, n=2)
+    if len(near) == 2 and _likeness(asked, near[0]) - _likeness(asked, near[1]) > 0.1:
+        del near[1]
+    near = near or [other for other in names if asked and asked in other][:1]
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def checked_name(what: str, name: object, known: Iterable[str]) -> str:

@@ -18,7 +18,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_speedkit.optimize.optimizer import build_optimizer, named_optimizer
+from lightning_speedkit.optimize.misplaced_arguments import names_options
+from lightning_speedkit.optimize.offloaded_adamw import OFFLOADED, refuse_late_changes
+from lightning_speedkit.optimize.optimizer import build_optimizer, named_optimizer, optimizer_option_names
 from lightning_speedkit.optimize.optimizer_options import unknown_name
 from lightning_speedkit.optimize.schedule import PLATEAU, build_schedule, is_endless
 from lightning_speedkit.optimize.schedule_free import ScheduleFreeAdamW
@@ -30,6 +32,7 @@ _OF_OPTIMIZER = ("layer_decay", "layers", "decay_all", "options")
 _OF_SCHEDULE = ("warmup", "final", "frequency", "total_steps", "options")
 
 
+@names_options("optimizers_for(..., optimizer_settings={'options': {'NAME': ...}})", optimizer_option_names)
 def optimizers_for(
     module: pl.LightningModule,
     optimizer: str = "adamw",
@@ -154,19 +157,28 @@ def total_steps_of(module: pl.LightningModule) -> int:
         MisconfigurationException: There is no fit, no end of it, or no batch in it.
     """
     trainer = _trainer_of(module)
-    if trainer is not None and trainer.max_steps == 0:
+    if trainer is None:
+        raise MisconfigurationException(
+            f"The schedule needs the number of optimizer steps, and {type(module).__name__} is in no Trainer that "
+            "would know it. Build it in configure_optimizers, which a fit calls; or give total_steps, to "
+            "optimizers_for as schedule_settings={'total_steps': ...}."
+        )
+    if trainer.max_steps == 0:
         return 1
-    steps = -1 if trainer is None else trainer.estimated_stepping_batches
+    try:
+        steps = trainer.estimated_stepping_batches
+    except MisconfigurationException as error:  # of windows whose length depends on the batches
+        raise MisconfigurationException(
+            f"The schedule needs the number of optimizer steps. {error} Or give total_steps to the schedule."
+        ) from error
     if 1 <= steps < math.inf:
         return int(steps)
-    if trainer is not None and (steps == 0 or not trainer.limit_train_batches):
+    if steps == 0 or not trainer.limit_train_batches:
         raise MisconfigurationException(
             "The schedule needs the number of optimizer steps, and this fit takes 0: there are no training batches. "
             "Look at the training loader, and at limit_train_batches."
         )
-    if trainer is None:
-        why = f"{type(module).__name__} is in no Trainer"
-    elif steps == math.inf:
+    if steps == math.inf:
         why = f"the Trainer knows no end of the run (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps})"
     else:  # what Lightning says of a stream
         why = f"the training loader has no length, so max_epochs={trainer.max_epochs} does not say how many there are"
@@ -179,6 +191,7 @@ def total_steps_of(module: pl.LightningModule) -> int:
 def _length(module: pl.LightningModule, warmup: Any) -> int:
     """The number of steps of the fit, or of the rise if that takes longer; then the fit is a part of the rise."""
     steps = total_steps_of(module)
+    _warn_of_default_epochs(module, steps)
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup <= steps:
         return steps
     trainer = _trainer_of(module)
@@ -188,6 +201,17 @@ def _length(module: pl.LightningModule, warmup: Any) -> int:
             "reaches its peak. Give fewer steps, or a share of the run such as warmup=0.05."
         )
     return warmup
+
+
+def _warn_of_default_epochs(module: pl.LightningModule, steps: int) -> None:
+    """Lightning's Trainer takes 1000 epochs where it is told nothing, and few runs last as long."""
+    trainer = _trainer_of(module)
+    if trainer is not None and trainer.max_epochs == 1000 and trainer.max_steps == -1:
+        rank_zero_warn(
+            f"The schedule is as long as max_epochs=1000, {steps} optimizer steps. That is what Lightning takes if it "
+            "is not told: if the run ends earlier, the rate will not have fallen. Set Trainer(max_epochs=...), or give "
+            "total_steps."
+        )
 
 
 def _checked_settings(what: str, settings: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
@@ -211,6 +235,8 @@ def fitting_options(trainer: pl.Trainer, name: str, options: Mapping[str, Any] |
     them scaled; and Lightning refuses to clip for a fused optimizer under ``"bf16-mixed"`` too (Lightning #21435).
     """
     chosen = dict(options or {})
+    if name == OFFLOADED:
+        refuse_late_changes(trainer)
     precision = trainer.precision_plugin
     if isinstance(precision, MixedPrecision) and named_optimizer(name).fuses:
         refuses = bool(trainer.gradient_clip_val) and type(precision).clip_gradients is MixedPrecision.clip_gradients

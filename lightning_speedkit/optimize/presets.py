@@ -49,6 +49,11 @@ PRESETS: tuple[Preset, ...] = (
         Part(AutoMicroBatch, {}),
     ),
     _preset(
+        "auto-micro-batch-labels",
+        "The same, for a loss that is a mean over labels: each label that is not ignored weighs the same.",
+        Part(AutoMicroBatch, {"count": "labels"}),
+    ),
+    _preset(
         "clip-norm",
         "Gradients clipped to a common norm of 1, and the norm logged.",
         Part(GradientClipping, {"by": "norm", "limit": 1.0}),
@@ -78,7 +83,12 @@ PRESETS: tuple[Preset, ...] = (
         Part(OptimizerChoice, {"optimizer": "adafactor", "lr": 0.01}),
     ),
     _optimizer("muon", "Muon for hidden matrices, AdamW for the rest, at the rate of your module's optimizer."),
-    _optimizer("adamw-8bit", "AdamW with states of 8 bits, by torchao.", needs=("extra:quant",)),
+    _optimizer("adamw-8bit", "AdamW with states of 8 bits, by torchao.", needs=("extra:ao",)),
+    _optimizer(
+        "adamw-cpu-offload",
+        "AdamW with its states and its step on the host, by torchao.",
+        needs=("cuda", "extra:ao"),
+    ),
     _optimizer("schedule-free", "AdamW with an average of the weights in place of a schedule."),
     _schedule("warmup-cosine", "The learning rate rises over 5 % of the steps and falls along half a cosine."),
     _schedule("one-cycle", "The learning rate rises over 30 % of the steps and falls to nearly 0."),
@@ -89,7 +99,7 @@ PRESETS: tuple[Preset, ...] = (
     _preset("ema", "Validates and ends with an exponential moving average of the weights.", Part(AverageWeights, {})),
     _preset(
         "swa",
-        "Ends with the mean of the weights after each of the last quarter of the epochs.",
+        "Ends with the mean of the weights after each of the last quarter of the epochs, two at least.",
         Part(AverageWeights, {"by": "swa", "unit": "epoch", "start": 0.75}),
     ),
     _preset(

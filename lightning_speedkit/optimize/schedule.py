@@ -19,9 +19,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_speedkit.optimize import schedule_shapes as shapes
+from lightning_speedkit.optimize.misplaced_arguments import names_options
 from lightning_speedkit.optimize.optimizer_options import checked_name, checked_number, checked_options, defaults_of
 
-__all__ = ["PLATEAU", "SCHEDULES", "build_schedule", "check_schedule", "is_endless", "scale_at", "schedule_names"]
+__all__ = [
+    "PLATEAU",
+    "SCHEDULES",
+    "build_schedule",
+    "check_schedule",
+    "is_endless",
+    "scale_at",
+    "schedule_names",
+    "schedule_option_names",
+]
 
 PLATEAU = "reduce-on-plateau"
 _OF_PLATEAU = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
@@ -55,6 +65,15 @@ def schedule_names() -> tuple[str, ...]:
     ('warmup-cosine', 'one-cycle')
     """
     return (*SCHEDULES, PLATEAU)
+
+
+def schedule_option_names() -> set[str]:
+    """What may stand in the options of one schedule or another.
+
+    >>> sorted(schedule_option_names() & {"decay", "patience", "warmup"})
+    ['decay', 'patience']
+    """
+    return {*_OF_PLATEAU, *(name for shape in SCHEDULES.values() for name in shape.options)}
 
 
 def is_endless(name: str, warmup: int | float | None = None) -> bool:
@@ -104,6 +123,7 @@ def scale_at(
     return _scale(name, total_steps, warmup, final, frequency, options)(step)
 
 
+@names_options("build_schedule(..., options={'NAME': ...})", schedule_option_names)
 def build_schedule(
     name: str,
     optimizer: Optimizer,
@@ -128,6 +148,8 @@ def build_schedule(
     >>> schedule.get_last_lr()
     [0.01]
     """
+    if isinstance(name, Optimizer):
+        raise TypeError(f"The name comes first: build_schedule({optimizer!r}, optimizer, ...).")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"The optimizer whose rate is to follow {name!r} is asked for; got {type(optimizer).__name__}.")
     if checked_name("schedule", name, schedule_names()) != PLATEAU:
@@ -173,7 +195,14 @@ def _plateau_options(
             f"{', '.join(idle)} cannot be given with {PLATEAU!r}, which follows a metric. Leave it out; the options "
             f"are {', '.join(_OF_PLATEAU)}."
         )
+    _check_options(options)
     return checked_options(PLATEAU, options, defaults_of(ReduceLROnPlateau, _OF_PLATEAU))
+
+
+def _check_options(options: Mapping[str, Any] | None) -> None:
+    for key in options if isinstance(options, Mapping) else ():
+        if key in ("warmup", "final", "frequency", "total_steps", "monitor"):
+            raise ValueError(f"{key} is no option of a schedule but an argument of its own: give it beside options.")
 
 
 def _scale(
@@ -185,6 +214,7 @@ def _scale(
     options: Mapping[str, Any] | None,
 ) -> Callable[[int], float]:
     """The checked shape as a function of the step."""
+    _check_options(options)
     if name == PLATEAU:
         raise ValueError(f"{PLATEAU!r} follows a metric and is no function of the step.")
     shape = SCHEDULES[checked_name("schedule", name, schedule_names())]

@@ -23,14 +23,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_speedkit.errors import DivergenceError
 from lightning_speedkit.measure.lightning_internals import logs_this_step
-from lightning_speedkit.optimize.optimizer_options import checked_number
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
+from lightning_speedkit.optimize.optimizer_options import checked_number, nearest_hint
 from lightning_speedkit.optimize.skipped_steps import SkippedSteps, drop_gradients, has_gradients
 from lightning_speedkit.optimize.skipped_steps_refusals import (
     checked_limit,
@@ -46,7 +46,7 @@ from lightning_speedkit.optimize.spike_guard_rule import SPREAD_WINDOW, is_spike
 __all__ = ["SpikeGuard", "is_spike"]
 
 
-class SpikeGuard(Callback):
+class SpikeGuard(OneOfAKind):
     """Leaves out steps whose loss spikes, and goes back to a snapshot if asked to.
 
     ``spikes`` is how many there were so far, and ``taken_back`` how many steps rollbacks have undone; they are logged
@@ -104,7 +104,9 @@ class SpikeGuard(Callback):
     ) -> None:
         super().__init__()
         if action not in ("skip", "rollback"):
-            raise ValueError(f"action={action!r} is unknown; use 'skip' or 'rollback'.")
+            names = ("skip", "rollback")
+            hint = nearest_hint(action, names) if isinstance(action, str) else f" For that write threshold={action!r}."
+            raise ValueError(f"action={action!r} is unknown; use 'skip' or 'rollback'.{hint}")
         if action == "skip" and not (snapshot_every is None and snapshot_folder is None):
             raise ValueError("snapshot_every and snapshot_folder belong to action='rollback' and have no effect here.")
         self.action = action
@@ -124,6 +126,7 @@ class SpikeGuard(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             refuse_guard(self, trainer, pl_module)
             if self.action == "rollback":
@@ -225,7 +228,7 @@ class SpikeGuard(Callback):
             self.taken_back += age
             for _ in range(min(age, len(self._recent))):  # the losses of steps that are undone
                 self._recent.pop()
-            back = f", and the weights of {age} steps ago are restored"
+            back = f", and the weights of {age} step{'s' * (age != 1)} ago are restored"
         if self.spikes == 1:
             rank_zero_warn(
                 f"A spike in epoch {trainer.current_epoch}: {what}. Its step is skipped{back}. Further ones are "

@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
-    Callback,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -35,14 +34,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
+from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.skipped_steps import SkippedSteps
 from lightning_speedkit.optimize.spike_guard import SpikeGuard
-from lightning_speedkit.optimize.weight_averaging_values import WeightAverage
+from lightning_speedkit.optimize.weight_averaging_values import WeightAverage, check_device
 
 __all__ = ["AverageWeights"]
 
 
-class AverageWeights(Callback):
+class AverageWeights(OneOfAKind):
     """Validates with a running average of the weights, and leaves it in the module when training ends.
 
     A checkpoint holds the average in ``state_dict``, which is what validation measured and what
@@ -52,16 +52,19 @@ class AverageWeights(Callback):
 
     Args:
         by: ``"ema"`` for an exponential moving average, ``"swa"`` for one in which all updates weigh alike.
-        decay: What ``"ema"`` keeps of the average at each update, from 0 up to, and without, 1.
-        warmup: Let the decay of ``"ema"`` grow, ``(1 + n) / (10 + n)`` at update ``n``, until it is ``decay``.
+        decay: What ``"ema"`` keeps of the average at each update, from 0 up to, and without, 1; 0.999 if not given.
+        warmup: Let the decay of ``"ema"`` grow, ``(1 + n) / (10 + n)`` at update ``n``, until it is ``decay``; so it
+            is if not given.
         unit: What ``every`` and ``start`` count: optimizer ``"step"`` or ``"epoch"``. An epoch's update comes before
             the validation at its end.
         every: Update once in so many units.
-        start: The units before the first update; a ``float`` below 1 is that share of the run.
+        start: The units before the first update; a ``float`` below 1 is that share of the run, or less where no more
+            than one update would be left.
         device: Where the average is kept, ``"cpu"`` say; ``None`` is the device of the module.
 
     Raises:
-        ValueError: ``by``, ``decay``, ``unit``, ``every`` or ``start`` is not allowed.
+        ValueError: ``by``, ``decay``, ``unit``, ``every``, ``start`` or ``device`` is not allowed, or, at ``fit``, the
+            device is not here.
         TypeError: ``decay`` is no number, or ``warmup`` no truth value.
         MisconfigurationException: At ``fit``: another callback averages weights, a strategy other than one device and
             DDP, or ``start`` is a share of a run whose length is not known.
@@ -80,8 +83,8 @@ class AverageWeights(Callback):
     def __init__(
         self,
         by: str = "ema",
-        decay: float = 0.999,
-        warmup: bool = True,
+        decay: float | None = None,
+        warmup: bool | None = None,
         unit: str = "step",
         every: int = 1,
         start: int | float = 0,
@@ -99,6 +102,7 @@ class AverageWeights(Callback):
                 "float from 0.0 up to, and without, 1.0."
             )
         self.by, self.decay, self.warmup, self.device = by, decay, warmup, device
+        self._has_warned = False  # that there is no average, in this fit
         self.unit, self.every, self.start = unit, every, start
         self._average = self._new_average()
         self._start = 0.0  # in units
@@ -111,8 +115,10 @@ class AverageWeights(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        check_device(self._average.device)
         _refuse(trainer)
         _warn_of_weights_only(trainer)
         _follow(trainer, self)
@@ -121,6 +127,7 @@ class AverageWeights(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = self._units_before(trainer) if isinstance(self.start, float) else self.start
+        self._warn_if_late(trainer)
 
     @override
     def on_train_batch_end(
@@ -150,7 +157,7 @@ class AverageWeights(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._average.use(pl_module)
-        if not self._average.updates:
+        if not self._average.updates and not self._has_warned:
             rank_zero_warn(
                 f"AverageWeights made no average: its start, after {self._start:g} {self.unit}s, was not reached. The "
                 "module keeps the weights that were trained. Choose an earlier start, or a share of the run such as "
@@ -204,14 +211,35 @@ class AverageWeights(Callback):
             self._last = stretch
             self._average.update(pl_module)
 
-    def _units_before(self, trainer: pl.Trainer) -> int:
+    def _units_in(self, trainer: pl.Trainer) -> int | None:
+        """How many units the run has, if that is known."""
         total = trainer.estimated_stepping_batches if self.unit == "step" else trainer.max_epochs
-        if total is None or not 0 <= total < math.inf:
+        return int(total) if total is not None and 0 <= total < math.inf else None
+
+    def _warn_if_late(self, trainer: pl.Trainer) -> None:
+        self._has_warned = False
+        if self.start == 0 or self._average.updates or trainer.fast_dev_run or trainer.max_steps == 0:  # type: ignore[attr-defined]
+            return
+        try:
+            total = self._units_in(trainer)
+        except MisconfigurationException:  # of windows whose length depends on the batches
+            return
+        if total is not None and total <= self._start:
+            self._has_warned = True
+            rank_zero_warn(
+                f"AverageWeights will make no average: its start comes after {self._start:g} {self.unit}s, and the run "
+                f"has {total}. The module will keep the weights that are trained. Choose an earlier start, or a share "
+                "of the run such as start=0.75."
+            )
+
+    def _units_before(self, trainer: pl.Trainer) -> int:
+        total = self._units_in(trainer)
+        if total is None:
             raise MisconfigurationException(
                 f"start={self.start} is a share of the run, and the number of its {self.unit}s is not known. Give "
                 f"start as a whole number of {self.unit}s, or the Trainer max_{self.unit}s."
             )
-        return math.ceil(self.start * total)
+        return min(math.ceil(self.start * total), max(total - 1 - self.every, 0))
 
 
 def _refuse(trainer: pl.Trainer) -> None:

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number
+from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number, nearest_hint
 
-__all__ = ["WeightAverage"]
+__all__ = ["WeightAverage", "check_device"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -34,9 +34,9 @@ class WeightAverage:
 
     Args:
         by: ``"ema"`` keeps ``decay`` of the average at each update; ``"swa"`` weighs all updates alike.
-        decay: Of ``"ema"``, from 0 (the average is the last update) up to, and without, 1.
+        decay: Of ``"ema"``, from 0 (the average is the last update) up to, and without, 1; 0.999 if not given.
         warmup: Of ``"ema"``: update ``n`` (from 0) keeps at most ``(1 + n) / (10 + n)``, so that the first weights are
-            soon forgotten.
+            soon forgotten; so it is if not given.
         device: Where the average is kept, ``"cpu"`` say; ``None`` keeps each tensor beside its parameter.
 
     Raises:
@@ -58,16 +58,27 @@ class WeightAverage:
     """
 
     def __init__(
-        self, by: str = "ema", decay: float = 0.999, warmup: bool = True, device: torch.device | str | None = None
+        self,
+        by: str = "ema",
+        decay: float | None = None,
+        warmup: bool | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if by not in ("ema", "swa"):
+            hint = nearest_hint(by, ("ema", "swa")) if isinstance(by, str) else f" For the decay write decay={by!r}."
             raise ValueError(
                 f"by={by!r} is unknown; use 'ema' (exponential moving average) or 'swa' (all updates weigh alike)."
+                f"{hint}"
             )
-        if checked_number("decay", decay, 0, 1) == 1:
+        for name, given in (("decay", decay), ("warmup", warmup)):
+            if by == "swa" and given is not None:
+                raise ValueError(f"{name}={given!r} belongs to by='ema' and has no effect with 'swa'. Leave it out.")
+        self.by = by
+        self.decay = 0.999 if decay is None else checked_number("decay", decay, 0, 1)
+        if self.decay == 1:
             raise ValueError(f"decay={decay!r} is not allowed; it is at least 0 and less than 1, and often 0.999.")
-        self.by, self.decay, self.warmup = by, decay, checked_flag("warmup", warmup)
-        self.device = None if device is None else torch.device(device)
+        self.warmup = True if warmup is None else checked_flag("warmup", warmup)
+        self.device = None if device is None else _device(device)
         self.updates = 0
         self._values: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] | None = None  # what the module trains with, while it has the average
@@ -205,6 +216,33 @@ class WeightAverage:
     def _kept(self, value: Tensor, like: Tensor, copy: bool = True) -> Tensor:
         dtype = torch.float32 if like.dtype in _HALVES else like.dtype
         return value.detach().to(self.device or like.device, dtype, copy=copy)
+
+
+def check_device(device: torch.device | None) -> None:
+    """Raise if nothing can be kept on this device.
+
+    Raises:
+        ValueError: It is not here, or has no memory.
+
+    >>> check_device(torch.device("cpu"))
+    """
+    if device is None:
+        return
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # torch has one for each kind
+        raise ValueError(
+            f"device={str(device)!r} is not here, or keeps nothing ({str(error).splitlines()[0]}). Use 'cpu', or leave "
+            "it out: then the average is where the weights are."
+        ) from error
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        gpu = " A GPU is 'cuda' in torch, or 'mps' or 'xpu'." if str(device).startswith("gpu") else ""
+        raise ValueError(f"device={device!r} is no device of torch, such as 'cpu' or 'cuda:0'.{gpu}") from error
 
 
 def _half(tracked: Mapping[str, Tensor]) -> set[str]:

@@ -24,6 +24,14 @@ class _Rules:
         self.counts_steps = True
         self.settled, self.accumulates = -1, False
         self.held = True
+        self.told: list[tuple[int, float]] = []
+        self.opened: list[int] = []
+
+    def start(self, batch: int, data: Any) -> None:
+        self.told.append((batch, data.item()))
+
+    def open(self) -> None:
+        self.opened.append(self.trainer.fit_loop.batch_idx)
 
     def hold(self) -> bool:
         return self.held
@@ -103,7 +111,8 @@ def _in_windows(watch: _InWindows, batches: int = 6, module: LightningModule | N
 def test_lightning_follows_other_windows_than_its_own() -> None:
     watch = _InWindows()
     trainer = _in_windows(watch, max_epochs=2)
-    assert watch.cleared == [0, 2, 3] * 2
+    assert watch.rules.told == [(batch, batch + 1.0) for batch in range(6)] * 2
+    assert watch.rules.opened == watch.cleared == [0, 2, 3] * 2
     assert watch.stepped == [1, 2, 5] * 2
     assert watch.losses == [1, 2, 3, 4, 5, 6] * 2  # not divided by 4
     assert watch.rates == [1e-30, 1e-30, 0.0, 0.0, 0.0, 0.0]  # the frequency of 2 counts steps, over epochs
@@ -138,6 +147,7 @@ def test_rules_that_do_not_hold_leave_lightning_to_itself() -> None:
     watch = Off(stop_after=4)
     _in_windows(watch, max_epochs=2)
     assert (watch.cleared, watch.stepped) == ([0, 4], [3])
+    assert (watch.rules.told, watch.rules.opened) == ([], [])
     assert watch.losses == [0.25, 0.5, 0.75, 1.0, 1.25]
     assert watch.estimated == 4
 
@@ -163,8 +173,9 @@ def test_a_lightning_without_what_windows_override_is_told() -> None:
         follow_windows(trainer, _Rules(trainer))
 
 
+@pytest.mark.parametrize("weight", [10.0, torch.tensor(10.0)])
 @pytest.mark.parametrize("kind", [lambda loss: loss, lambda loss: {"loss": loss, "more": 7}])
-def test_a_loss_is_weighted_after_every_hook_has_seen_it(kind: Any) -> None:
+def test_a_loss_is_weighted_after_every_hook_has_seen_it(kind: Any, weight: Any) -> None:
     class Outputs(_Scheduled):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             return kind(super().training_step(batch, batch_idx))
@@ -176,7 +187,7 @@ def test_a_loss_is_weighted_after_every_hook_has_seen_it(kind: Any) -> None:
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             super().setup(trainer, pl_module, stage)
             self.plugin = trainer.precision_plugin
-            self.undo_weights = weigh_losses(trainer, lambda loss: loss * 10)
+            self.undo_weights = weigh_losses(trainer, lambda: weight)
             self.seen: list[float] = []
             self.gradients: list[float] = []
 
@@ -195,10 +206,22 @@ def test_a_loss_is_weighted_after_every_hook_has_seen_it(kind: Any) -> None:
     _in_windows(watch, module=Outputs(), max_epochs=1)
     assert watch.seen == watch.losses == [1, 2, 3, 4, 5, 6]
     assert watch.gradients == [10, 30, 30, 40, 90, 150]  # windows of the batches 1, 2 | 3 | 4, 5, 6
-    assert "pre_backward" in vars(watch.plugin)
+    assert "backward" in vars(watch.plugin)
     watch.undo_weights()
     watch.undo_weights()
-    assert "pre_backward" not in vars(watch.plugin)
+    assert "backward" not in vars(watch.plugin)
+
+
+def test_a_backward_that_another_one_has_put_there_is_called_and_left() -> None:
+    trainer, calls = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), []
+    plugin: Any = trainer.precision_plugin
+    plugin.backward = theirs = lambda *arguments, **options: calls.append((arguments, options))
+    trainer.strategy.connect(_Scheduled())
+    undo = weigh_losses(trainer, lambda: 0.5)
+    plugin.backward(torch.tensor(3.0), "module")
+    assert calls == [((torch.tensor(1.5), "module"), {})]
+    undo()
+    assert plugin.backward is theirs
 
 
 @pytest.mark.parametrize("wrong", [{"no loss": 1}, 3])
@@ -228,6 +251,17 @@ def test_what_a_loss_was_divided_by() -> None:
         asks = Asks(follows)
         _in_windows(asks, max_epochs=1)
         assert asks.told == [factor] * 6
+
+
+def test_a_batch_that_is_settled_is_not_told_of() -> None:
+    class Knows(_InWindows):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (0, 4):
+                self.rules.settled, self.rules.accumulates = batch_idx + 1, True
+
+    watch = Knows()
+    _in_windows(watch, max_epochs=1)
+    assert [batch for batch, _ in watch.rules.told] == [1, 2, 3, 5]
 
 
 class _Settles(_InWindows):

@@ -240,6 +240,32 @@ def test_an_epoch_shorter_than_a_window_is_told_once() -> None:
     assert sum("an epoch has 2 batches" in str(w.message) for w in told) == 1
 
 
+@pytest.mark.parametrize(
+    ("target", "sizes", "told"),
+    [(100, [1, 3], ["100 and an epoch counts 4 over"]), (4, [1, 3], []), (3, [2, 1, 2], [])],
+)
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_target_that_no_epoch_reaches_is_told_once(
+    target: int, sizes: list[int], told: list[str], sized: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    data: Any = batches_of(*sizes) if sized else DataLoader(Stream(batches_of(*sizes)), batch_size=None)
+    steps(data, AccumulationScheduler(target_batch=target), max_epochs=3)
+    found = [str(w.message) for w in recwarn if "target_batch is" in str(w.message)]
+    assert len(found) == len(told)
+    assert all(words in message for words, message in zip(told, found, strict=True))
+
+
+def test_a_batch_that_is_none_has_no_loss_to_log() -> None:
+    class Logged(_Losses):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, outputs or {"loss": torch.tensor(0.0)}, *rest)
+
+    losses, batches = Logged(), [ONE_TO_SIX[0], None, *ONE_TO_SIX[2:]]
+    data = DataLoader(Stream(batches), batch_size=None)
+    steps(data, AccumulationScheduler(3, log_loss="window"), losses, model=Line(lr=0.0))
+    assert losses.logged == [2.0, 5.0]
+
+
 def test_lightning_is_left_as_it_was(tmp_path: Path) -> None:
     run = trainer(AccumulationScheduler({0: 1, 1: 4}, unit="step"), default_root_dir=tmp_path)
     kinds = [type(thing) for thing in (run, run.fit_loop.epoch_loop, run.fit_loop.epoch_loop.automatic_optimization)]

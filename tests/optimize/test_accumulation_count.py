@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_speedkit.optimize.accumulation_count import counter_of, labels_in
+from lightning_speedkit.optimize.accumulation_count import checked_labels, counter_of, labels_in
 
 LABELS = torch.tensor([[1, 2, -100, -100], [3, -100, 0, 5]])  # 5 labels; without the first column 3
 
@@ -107,3 +107,11 @@ def test_counters_that_are_not_known(count: Any, message: str) -> None:
 def test_what_is_said_of_labels_that_are_not_counted_is_an_error(count: Any, said: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"have no effect with count=.*Pass count='labels'"):
         counter_of(count, **said)
+
+
+@pytest.mark.parametrize("count", ["samples", "batches", halves])
+def test_a_place_of_labels_is_told_from_none_though_it_is_the_default(count: Any) -> None:
+    assert checked_labels(count, None) == "labels"
+    with pytest.raises(ValueError, match=r"labels='labels' has no effect with count=.*Pass count='labels'"):
+        checked_labels(count, "labels")
+    assert (checked_labels("labels", "labels"), checked_labels("shifted-labels", 1)) == ("labels", 1)

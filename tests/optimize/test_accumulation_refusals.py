@@ -49,7 +49,7 @@ def test_unknown_units_and_counts() -> None:
         AccumulationScheduler(4, count="tokens")
 
 
-@pytest.mark.parametrize("argument", [{"labels": 1.5}, {"labels": None}, {"ignore_index": "x"}, {"log_loss": 5}])
+@pytest.mark.parametrize("argument", [{"labels": 1.5}, {"labels": True}, {"ignore_index": "x"}, {"log_loss": 5}])
 def test_arguments_of_the_wrong_kind(argument: dict[str, Any]) -> None:
     ((name, value),) = argument.items()
     with pytest.raises(TypeError, match=f"{name}={value!r} must be"):

@@ -53,6 +53,11 @@ def test_smoothed_is_the_median_around_a_point() -> None:
     assert LRRange(RATES[:5], (1.0, 2.0, 6.0, 2.0, 9.0)).smoothed() == (2.0, 2.0, 2.0, 4.0, 6.0)
 
 
+def test_the_median_shows_a_valley_of_a_few_steps() -> None:
+    losses = [1.0 if 50 <= step < 55 else 2.0 for step in range(100)]
+    assert LRRange(RATES, tuple(losses)).smoothed() == tuple(losses)
+
+
 @pytest.mark.parametrize("ending", ["svg", "PNG"])
 def test_the_plot_is_written(tmp_path: Path, ending: str) -> None:
     curve = LRRange(RATES, tuple(_falls(rate) for rate in RATES), diverged=True)

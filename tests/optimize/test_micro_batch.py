@@ -322,3 +322,10 @@ def test_real_memory_of_the_host_that_runs_out() -> None:
     assert int(limit) < 2**14
     pieces = 2**14 // int(limit)
     assert rest[-pieces:] == [int(limit)] * pieces  # of the second batch, which is complete
+
+
+@pytest.mark.parametrize("labels", ["labels", 1])
+def test_a_place_of_labels_that_are_not_counted_is_an_error(labels: str | int) -> None:
+    with pytest.raises(ValueError, match=r"has no effect with count='samples'. Pass count='labels'"):
+        AutoMicroBatch(labels=labels)
+    AutoMicroBatch(count="labels", labels=labels)

@@ -34,3 +34,10 @@ def test_a_size_from_a_checkpoint_is_no_news(recwarn: pytest.WarningsRecorder) -
     messages.knows_size(4)
     messages.tell(4, False, nn.Identity())
     assert not list(recwarn)
+
+
+@pytest.mark.parametrize("counts_samples", [True, False])
+def test_where_samples_are_counted_it_names_the_count_of_labels(counts_samples: bool) -> None:
+    with pytest.warns(UserWarning, match="Memory ran out") as told:
+        Messages(counts_samples).tell(4, False, nn.Identity())
+    assert ("pass count='labels'" in str(told[0].message)) is counts_samples

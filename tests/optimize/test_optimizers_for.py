@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_speedkit.optimize.accumulate import AccumulationScheduler
+from lightning_speedkit.optimize.optimizer_choice import ScheduleChoice
 from lightning_speedkit.optimize.optimizers_for import optimizers_for, total_steps_of
 from lightning_speedkit.optimize.schedule_free_switch import ScheduleFreeSwitch
 from tests.optimize.line import Line, Stream, batches_of, loader, trainer
@@ -197,3 +198,28 @@ def test_wrong_combinations_name_the_way_out() -> None:
 def test_bad_settings_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         optimizers_for(**{"module": Line(), "lr": 0.1, **arguments})
+
+
+def test_outside_of_a_fit_the_length_has_to_be_given() -> None:
+    with pytest.raises(MisconfigurationException, match=r"is in no Trainer .*schedule_settings={'total_steps'") as told:
+        optimizers_for(Line(), schedule="linear", lr=0.1)
+    assert "max_steps" not in str(told.value)  # there is no Trainer to set it in
+    assert "lr_scheduler" in optimizers_for(Line(), schedule="linear", lr=0.1, schedule_settings={"total_steps": 3})
+
+
+def test_windows_of_unknown_length_name_total_steps() -> None:
+    windows = AccumulationScheduler(target_batch=2, count="builtins:len")
+    with pytest.raises(MisconfigurationException, match=r"target_batch.* Or give total_steps to the schedule"):
+        _rates(_Scheduled(), windows)
+
+
+def test_the_default_length_of_a_trainer_is_warned_about_once() -> None:
+    stop = {"max_epochs": 1000, "limit_train_batches": 1, "max_time": {"seconds": 0}}
+    with pytest.warns(UserWarning, match="as long as max_epochs=1000, 1000 optimizer steps") as told:
+        _rates(_Scheduled(), **stop)
+    assert sum("max_epochs=1000" in str(one.message) for one in told) == 1
+
+
+def test_a_plateau_without_its_metric_names_the_argument() -> None:
+    with pytest.raises(MisconfigurationException, match=r"metric loss which .*ScheduleChoice\(.*, monitor=...\)"):
+        trainer(ScheduleChoice("reduce-on-plateau", monitor="loss")).fit(Line(), loader(batches_of(1)))

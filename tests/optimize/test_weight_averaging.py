@@ -67,7 +67,7 @@ def _fit(*callbacks: Callback, model: Any = None, path: Path | None = None, **op
         ({"by": "swa", "every": 3, "start": 1}, {"max_epochs": 2}, (-2 - 10 - 19) / 3),
         ({"by": "swa", "start": 0.5}, {"max_epochs": 2}, sum(SECOND) / 4),
         ({"by": "swa", "unit": "epoch"}, {"max_epochs": 2}, -14.0),
-        ({"by": "swa", "unit": "epoch", "start": 0.5}, {"max_epochs": 2}, -19.0),
+        ({"by": "swa", "unit": "epoch", "start": 0.75}, {"max_epochs": 2}, -14.0),
         ({"decay": 0.5, "warmup": False}, {}, -6.0),
         ({"decay": 0.0}, {}, -9.0),
         ({"by": "swa"}, {"accumulate_grad_batches": 2}, (-0.5 - 4.0) / 2),
@@ -112,12 +112,24 @@ def test_an_epoch_that_ends_early_counts() -> None:
 
 
 def test_a_start_that_is_never_reached_loses_nothing() -> None:
-    with pytest.warns(UserWarning, match="made no average: its start, after 100 steps"):
+    with pytest.warns(UserWarning, match="will make no average: its start comes after 100 steps"):
         model, _ = _fit(AverageWeights(start=100))
     assert model.w.item() == -9.0
     assert model.validated[-1] == -9.0
     reference, _ = _fit(EMAWeightAveraging(update_starting_at_step=100))
     assert reference.w.item() == 1.0  # what Lightning makes of it: if this fails, Lightning has mended it
+
+
+@pytest.mark.parametrize(("epochs", "updates"), [(2, 2), (3, 2), (4, 2), (12, 3)])
+def test_the_last_quarter_is_two_epochs_at_least(epochs: int, updates: int) -> None:
+    average = AverageWeights("swa", unit="epoch", start=0.75)
+    _fit(average, max_epochs=epochs)
+    assert average.updates == updates
+
+
+def test_a_device_that_is_not_here_is_refused_at_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"device='meta' is not here, or keeps nothing .* Use 'cpu'"):
+        _fit(AverageWeights(device="meta"))  # stands for a CUDA device: torch cannot keep a number there either
 
 
 class _BadSecondBatch(Watched):
