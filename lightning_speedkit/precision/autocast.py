@@ -31,24 +31,28 @@ import re
 
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.measure.hardware import read_hardware
+from lightning_speedkit.precision.timing import measure_precision
 
 __all__ = ["fastest_precision"]
 
 _OLD_GFX9 = re.compile(r"\b(MI(25|50|60|100)|Vega|VII)\b", re.IGNORECASE)
 
 
-def fastest_precision(hardware: Hardware | str | None = None) -> str:
+def fastest_precision(hardware: Hardware | str | None = None, measure: bool = False) -> str:
     """The name of the Lightning precision that trains fastest on this hardware.
 
     Args:
         hardware: The machine to choose for; the name of an accelerator of this machine (``"auto"``, ``"cpu"``,
             ``"gpu"``, ``"cuda"``, ``"mps"``, ``"xpu"``); or ``None`` for the best accelerator there is.
+        measure: Ask the device in place of the table, as
+            :func:`~lightning_speedkit.precision.timing.measure_precision` does, which takes some seconds.
 
     Returns:
         ``"bf16-mixed"``, ``"16-mixed"`` or ``"32-true"``.
 
     Raises:
-        ValueError: If an accelerator is named that is unknown, or that is not in this machine.
+        ValueError: If an accelerator is named that is unknown, or that is not in this machine; or if a ``Hardware``
+            is to be measured, which may be another machine.
         TypeError: If ``hardware`` is none of the above.
 
     >>> fastest_precision(Hardware(accelerator="cuda", device_name="Tesla T4", capability=(7, 5)))
@@ -56,6 +60,11 @@ def fastest_precision(hardware: Hardware | str | None = None) -> str:
     >>> fastest_precision(Hardware(accelerator="cuda", device_name="A100", capability=(8, 0), native_bf16=True))
     'bf16-mixed'
     """
+    if measure:
+        if isinstance(hardware, Hardware):
+            raise ValueError("measure=True measures this machine: name an accelerator of it, or leave hardware out.")
+        if hardware is None or isinstance(hardware, str):
+            return measure_precision("auto" if hardware is None else hardware).fastest
     if hardware is None or isinstance(hardware, str):
         hardware = read_hardware("auto" if hardware is None else hardware)
     if not isinstance(hardware, Hardware):

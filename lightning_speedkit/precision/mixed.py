@@ -11,6 +11,9 @@ and convolutions in 16 bits, for fp16 a gradient scaler), bit for bit, and repai
   #5558), so that a warm-up is partly over before the first update. Here the schedule waits; ``skipped_steps`` counts.
 - A checkpoint resumed under another precision loses or starts a scaler in silence. Here a warning says so.
 
+A loss scale that collapses, which means that no step is taken any more, is told and ends the run, and LBFGS, whose
+closure cannot be scaled, is refused at the start.
+
 When it helps: on devices that compute in 16 bits natively; :func:`~lightning_speedkit.precision.fastest_precision`
 says which. What it costs: the rounding of 16 bits, and for fp16 the first steps, which the scaler skips until it has
 found its scale.
@@ -38,6 +41,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_speedkit.measure import read_hardware
+from lightning_speedkit.precision.loss_scale import LossScaleWatch
+
 __all__ = ["SpeedkitMixedPrecision"]
 
 
@@ -58,10 +64,17 @@ class SpeedkitMixedPrecision(MixedPrecision):
             fewer steps at the start.
         growth_interval: Steps without an overflow after which the scale doubles, for ``"16-mixed"`` only; 2000 if not
             given.
+        smallest_scale: A loss scale that falls below this one has collapsed, which brings a warning, for
+            ``"16-mixed"`` only; 1.0 if not given.
+        max_skipped_in_a_row: More skipped steps than this one after the other end the run once the scale has
+            collapsed, for ``"16-mixed"`` only; 50 if not given.
 
     Raises:
         ValueError: If ``precision`` is none of the two, or a number of the scaler is out of range or has no effect.
-        TypeError: If one of those is no number, or ``growth_interval`` no whole one.
+        TypeError: If one of those is no number, or one that counts steps no whole one.
+        MisconfigurationException: At the start of a run: LBFGS, or a device without a gradient scaler, under
+            ``"16-mixed"``.
+        DivergenceError: During ``fit``: the loss scale has collapsed and does not recover.
 
     >>> plugin = SpeedkitMixedPrecision("bf16-mixed")
     >>> trainer = pl.Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_checkpointing=False)
@@ -74,22 +87,37 @@ class SpeedkitMixedPrecision(MixedPrecision):
         precision: Literal["bf16-mixed", "16-mixed"] = "bf16-mixed",
         initial_scale: float | None = None,
         growth_interval: int | None = None,
+        smallest_scale: float | None = None,
+        max_skipped_in_a_row: int | None = None,
     ) -> None:
         if precision not in ("bf16-mixed", "16-mixed"):
             raise ValueError(
                 f"precision={precision!r} is no mixed precision; use 'bf16-mixed' or '16-mixed'. "
                 f"Full precision is Trainer(precision='32-true'), without this plugin."
             )
-        if precision == "bf16-mixed" and not (initial_scale is None and growth_interval is None):
+        of_the_scaler = {
+            "initial_scale": initial_scale,
+            "growth_interval": growth_interval,
+            "smallest_scale": smallest_scale,
+            "max_skipped_in_a_row": max_skipped_in_a_row,
+        }
+        given = [name for name, value in of_the_scaler.items() if value is not None]
+        if precision == "bf16-mixed" and given:
             raise ValueError(
-                "initial_scale and growth_interval belong to the gradient scaler, which 'bf16-mixed' does not have. "
-                "Leave them out, or use precision='16-mixed'."
+                f"What belongs to the gradient scaler was given ({', '.join(given)}), which 'bf16-mixed' does not "
+                f"have. Leave it out, or use precision='16-mixed'."
             )
         _check_number("initial_scale", initial_scale, Real, "a positive number, for example 65536.0")
         _check_number("growth_interval", growth_interval, Integral, "a number of steps, for example 2000")
+        _check_number("smallest_scale", smallest_scale, Real, "a positive number, for example 1.0")
+        _check_number("max_skipped_in_a_row", max_skipped_in_a_row, Integral, "a number of steps, for example 50")
         self._initial_scale = 65536.0 if initial_scale is None else float(initial_scale)
         self._growth_interval = 2000 if growth_interval is None else int(growth_interval)
         self.skipped_steps = 0
+        self._watch = LossScaleWatch(
+            1.0 if smallest_scale is None else float(smallest_scale),
+            50 if max_skipped_in_a_row is None else int(max_skipped_in_a_row),
+        )
         self._held: list[tuple[LRSchedulerConfig, int]] = []
         device = _best_device_type()
         super().__init__(precision, device, self._new_scaler(device) if precision == "16-mixed" else None)
@@ -99,7 +127,16 @@ class SpeedkitMixedPrecision(MixedPrecision):
         # The strategy calls this before it wraps the model, once per run, and before any scaler state is restored.
         if isinstance(module, pl.LightningModule):
             self._follow(module.trainer.strategy.root_device)
+            self._watch.start()
         return super().convert_module(module)
+
+    @override
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        for optimizer in optimizers:
+            self._refuse_repeats(optimizer)
+        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -112,6 +149,7 @@ class SpeedkitMixedPrecision(MixedPrecision):
         self._release_schedules()
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self._refuse_repeats(optimizer)
         losses, stepped = [], []  # what the closure and the optimizer's step leave as a trace
 
         def noting_closure() -> Any:
@@ -130,6 +168,9 @@ class SpeedkitMixedPrecision(MixedPrecision):
             self.skipped_steps += 1
             if model.automatic_optimization:
                 self._hold_schedules(model.trainer)
+            self._watch.see_skip(self.scaler.get_scale())
+        elif attempted:
+            self._watch.see_step()
         return result
 
     @override
@@ -188,12 +229,28 @@ class SpeedkitMixedPrecision(MixedPrecision):
                 f"{torch.cuda.get_device_name(device)} computes bfloat16 by emulation, slower than float32. "
                 f"Use '16-mixed' here; fastest_precision() tells."
             )
-        if device.type == self.device:
-            return
-        self.device = device.type
-        if self.scaler is not None:
-            before, self.scaler = self.scaler, self._new_scaler(device.type)
-            self.scaler.load_state_dict(before.state_dict())
+        elif self.precision == "bf16-mixed" and device.type == "cpu" and not read_hardware("cpu").native_bf16:
+            rank_zero_warn(
+                "This CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16): it computes it by "
+                "emulation, slower than float32. Use '32-true' here; fastest_precision() tells."
+            )
+        if device.type != self.device:
+            self.device = device.type
+            if self.scaler is not None:
+                before, self.scaler = self.scaler, self._new_scaler(device.type)
+                self.scaler.load_state_dict(before.state_dict())
+        if self.scaler is not None and not self.scaler.is_enabled():
+            raise MisconfigurationException(
+                f"'16-mixed' needs a gradient scaler, and torch {torch.__version__} has none for {device.type!r} here: "
+                f"small gradients would be lost without a word. Use 'bf16-mixed' or '32-true'."
+            )
+
+    def _refuse_repeats(self, optimizer: Any) -> None:
+        if self.scaler is not None and isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+            raise MisconfigurationException(
+                "LBFGS evaluates its closure several times per step, and a gradient scaler unscales once: '16-mixed' "
+                "cannot train with it. Use 'bf16-mixed' or '32-true', or another optimizer."
+            )
 
     def _new_scaler(self, device_type: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device_type, init_scale=self._initial_scale, growth_interval=self._growth_interval)

@@ -21,6 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit.errors import DivergenceError
+from lightning_speedkit.facts import Hardware
 from lightning_speedkit.precision import SpeedkitMixedPrecision
 from tests.two_ranks import on_two_ranks
 
@@ -192,9 +194,61 @@ def test_fp16_with_a_fused_optimizer_and_clipping_names_the_way_out() -> None:
         _trainer(SpeedkitMixedPrecision("16-mixed"), gradient_clip_val=0.1).fit(Module("AdamW", fused=True))
 
 
-def test_fp16_and_lbfgs_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="LBFGS"):
-        _trainer(SpeedkitMixedPrecision("16-mixed")).fit(Module("LBFGS"))
+def test_fp16_and_lbfgs_is_refused_before_the_first_batch() -> None:
+    module = Module("LBFGS")
+    with pytest.raises(MisconfigurationException, match=r"LBFGS evaluates.*'bf16-mixed' or '32-true', or another"):
+        _trainer(SpeedkitMixedPrecision("16-mixed")).fit(module)
+    assert module.losses == []
+
+
+def test_fp16_and_lbfgs_in_manual_optimization_is_refused() -> None:
+    class Manual(Module):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="LBFGS evaluates"):
+        _trainer(SpeedkitMixedPrecision("16-mixed")).fit(Manual("LBFGS"))
+
+
+def test_bf16_and_lbfgs_train() -> None:
+    module = Module("LBFGS", max_iter=2)
+    _trainer(SpeedkitMixedPrecision("bf16-mixed")).fit(module)
+    assert len(module.losses) > BATCHES
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_that_collapses_is_told_and_ends_the_run(fused: bool) -> None:
+    plugin = SpeedkitMixedPrecision("16-mixed", initial_scale=4.0, smallest_scale=2.0, max_skipped_in_a_row=4)
+    module = Module(spoiled=tuple(range(BATCHES)), fused=fused)
+    start = _values(module.network)
+    trainer = _trainer(plugin, max_epochs=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(DivergenceError, match=r"5 optimizer steps in a row .*fell to 0.125"):
+            trainer.fit(module)
+    said = [str(w.message) for w in caught if "The loss scale of '16-mixed' fell" in str(w.message)]
+    assert len(said) == 1
+    assert "fell to 1, below 2: 2 optimizer steps in a row" in said[0]
+    assert plugin.skipped_steps == 5
+    assert _equal(_values(module.network), start)
+
+
+def test_a_scale_that_recovers_is_told_and_the_run_goes_on() -> None:
+    plugin = SpeedkitMixedPrecision("16-mixed", initial_scale=2.0, max_skipped_in_a_row=2)
+    module = Module(spoiled=(0, 1, 3, 4))
+    with pytest.warns(UserWarning, match="The loss scale of '16-mixed' fell to 0.5, below 1"):
+        _trainer(plugin).fit(module)
+    assert plugin.skipped_steps == 4
+    assert len(module.losses) == BATCHES
+
+
+def test_fp16_where_torch_has_no_scaler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(torch.amp.GradScaler):
+        def __init__(self, device: str, **options: Any) -> None:
+            super().__init__(device, **options, enabled=False)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", Off)
+    with pytest.raises(MisconfigurationException, match=r"has none for 'cpu' here.*Use 'bf16-mixed' or '32-true'"):
+        _trainer(SpeedkitMixedPrecision("16-mixed")).fit(Module())
 
 
 class Scheduled(Module):
@@ -460,6 +514,10 @@ def test_a_copy_of_the_plugin_trains_the_same(make: Any) -> None:
         ({"precision": "16-mixed", "initial_scale": float("inf")}, "must be a positive number"),
         ({"precision": "16-mixed", "growth_interval": 0}, "must be a number of steps"),
         ({"precision": "16-mixed", "initial_scale": -1}, "must be a positive number"),
+        ({"precision": "bf16-mixed", "smallest_scale": 1.0}, r"\(smallest_scale\), which 'bf16-mixed' does not have"),
+        ({"precision": "bf16-mixed", "max_skipped_in_a_row": 5}, "which 'bf16-mixed' does not have"),
+        ({"precision": "16-mixed", "smallest_scale": 0.0}, "must be a positive number"),
+        ({"precision": "16-mixed", "max_skipped_in_a_row": 0}, "must be a number of steps"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -478,6 +536,8 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
         ("growth_interval", True),
         ("growth_interval", 2.0),
         ("growth_interval", 2.5),
+        ("smallest_scale", "1"),
+        ("max_skipped_in_a_row", 2.0),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
@@ -498,6 +558,20 @@ def test_emulated_bf16_is_said(monkeypatch: pytest.MonkeyPatch, native: bool, pr
         plugin._follow(torch.device("cuda", 0))
     assert sum("Tesla T4 computes bfloat16 by emulation" in str(w.message) for w in caught) == warns
     assert plugin.device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("native", "precision", "warns"), [(False, "bf16-mixed", 1), (True, "bf16-mixed", 0), (False, "16-mixed", 0)]
+)
+def test_bf16_that_a_cpu_emulates_is_said(
+    monkeypatch: pytest.MonkeyPatch, native: bool, precision: Any, warns: int
+) -> None:
+    here = Hardware(accelerator="cpu", device_name="a CPU", native_bf16=native)
+    monkeypatch.setattr("lightning_speedkit.precision.mixed.read_hardware", lambda accelerator: here)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trainer(SpeedkitMixedPrecision(precision)).fit(Module())
+    assert sum("This CPU has no instructions for bfloat16" in str(w.message) for w in caught) == warns
 
 
 def _fit_on_a_rank() -> tuple[str, int, bool]:
