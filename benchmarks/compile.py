@@ -36,9 +36,9 @@ def _with_an_empty_cache(function: Callable[..., dict[str, float]]) -> Callable[
 
 @_with_an_empty_cache
 def train(
-    steps: int, net: str, compiled: bool = False, last: bool = False, backend: str = "inductor"
+    steps: int, net: str, compiled: bool = False, last: bool = False, backend: str = "inductor", rows: int | None = None
 ) -> dict[str, float]:
-    """Train on random data; the median seconds of a step, and what the callback reports."""
+    """Train on random batches of ``rows``; the median seconds of a step, and what the callback reports."""
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torch import Tensor, nn, optim
     from torch.utils.data import DataLoader, TensorDataset
@@ -73,10 +73,11 @@ def train(
     eager = min(10, steps // 2)
     timer, compiling = Timer(), CompileModel(backend=backend, eager_steps=eager)
     callbacks = [timer, *([ChannelsLast()] if last else []), *([compiling] if compiled else [])]
-    x, y = _data(net, steps)
+    rows = rows or _BATCH[net]
+    x, y = _data(net, steps, rows)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(max_epochs=1, callbacks=callbacks, accelerator="cpu", enable_model_summary=False, **quiet)
-    trainer.fit(Module(), DataLoader(TensorDataset(x, y), batch_size=_BATCH[net]))
+    trainer.fit(Module(), DataLoader(TensorDataset(x, y), batch_size=rows))
     told = {"step_seconds": statistics.median(timer.seconds[eager + 1 :] or timer.seconds)}
     report = compiling.report
     if report is not None:
@@ -90,7 +91,7 @@ def train(
 
 @_with_an_empty_cache
 def forward(
-    calls: int, net: str, compiled: bool = False, last: bool = False, backend: str = "inductor"
+    calls: int, net: str, compiled: bool = False, last: bool = False, backend: str = "inductor", rows: int | None = None
 ) -> dict[str, float]:
     """Forward passes in eval mode, without gradients; the median seconds of a call."""
     import torch
@@ -99,7 +100,7 @@ def forward(
     from lightning_speedkit.precision.compile import compile_modules
     from lightning_speedkit.precision.compiled_call import CompileLog
 
-    model, (x, _), log = _net(net).eval(), _data(net, 1), CompileLog()
+    model, (x, _), log = _net(net).eval(), _data(net, 1, rows or _BATCH[net]), CompileLog()
     if last:
         to_channels_last_(model)
         x = x.contiguous(memory_format=torch.channels_last)
@@ -153,11 +154,10 @@ def _net(name: str) -> Any:
     return nn.Sequential(*(Block() for _ in range(4)), Mean(), nn.Linear(128, 10))
 
 
-def _data(net: str, batches: int) -> Any:
+def _data(net: str, batches: int, rows: int) -> Any:
     import torch
 
     size = (3, 32, 32) if net == "conv" else (64, 128)
-    rows = _BATCH[net]
     x = torch.randn(rows, *size).repeat(batches, *(1 for _ in size))
     return x, torch.randint(10, (rows,)).repeat(batches)
 
@@ -165,7 +165,8 @@ def _data(net: str, batches: int) -> Any:
 def main() -> None:
     """Measure and write the results."""
     options = benchmark_arguments("What torch.compile and channels-last gain and cost.", 5)
-    backend = {"backend": "aot_eager"} if options.smoke else {}
+    backend = {"backend": "eager"} if options.smoke else {}
+    small = {"rows": 2} if options.smoke else {}
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "compiled": {"compiled": True, **backend},
@@ -179,7 +180,7 @@ def main() -> None:
             for way, arguments in ways.items():
                 if net == "conv" or "last" not in arguments:
                     name = f"{net} {kind}, {way}"
-                    asked = {count: many, "net": net, **arguments}
+                    asked = {count: many, "net": net, **arguments, **small}
                     variants.append(Variant(name, function, asked, f"{net} {kind}, plain"))
     run_benchmark(
         "compile",

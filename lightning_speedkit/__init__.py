@@ -9,55 +9,79 @@ True
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_speedkit import presets
-from lightning_speedkit.compress import QuantizeOnFitEnd, load_quantized
-from lightning_speedkit.data import (
-    CutMix,
-    DevicePrefetcher,
-    DeviceTransform,
-    ImageField,
-    LMDBDataModule,
-    LMDBDataset,
-    LMDBWriter,
-    LoaderSettingsSearch,
-    MixUp,
-    Normalize,
-    RandomCrop,
-    RandomErase,
-    RandomFlip,
-    RingLoader,
-    SpeedkitDataModule,
-    stage_to_local,
-    suggest_loader,
-    verify_lmdb,
-    write_lmdb,
-)
-from lightning_speedkit.errors import SpeedkitError
-from lightning_speedkit.measure import RunRecorder
-from lightning_speedkit.memory import ActivationCheckpointing
-from lightning_speedkit.optimize import (
-    AccumulationScheduler,
-    AutoMicroBatch,
-    AverageWeights,
-    GradientClipping,
-    LRRangeTest,
-    NonFiniteGuard,
-    OptimizerChoice,
-    ScheduleChoice,
-    ScheduleFreeSwitch,
-    SpikeGuard,
-    build_optimizer,
-    build_schedule,
-    lr_range_test,
-    optimizers_for,
-)
-from lightning_speedkit.parallel import SpeedkitDDPStrategy
-from lightning_speedkit.precision import SpeedkitMixedPrecision, fastest_precision
-from lightning_speedkit.presets import trainer_kwargs
 from lightning_speedkit.version import __version__
 
+# The speedkit command loads what each subcommand needs, by __getattr__: its help does not wait for torch.
+_STARTED = sys.argv[0] if getattr(sys, "argv", None) else ""
+_IS_COMMAND = _STARTED.replace("\\", "/").rpartition("/")[2] in ("speedkit", "speedkit.exe") or (
+    _STARTED == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_speedkit"]
+)
+_AREAS = ("errors", "presets", "measure", "compress", "data", "memory", "optimize", "parallel", "precision")
+
+if TYPE_CHECKING or not _IS_COMMAND:
+    from lightning_speedkit import presets
+    from lightning_speedkit.compress import QuantizeOnFitEnd, load_quantized
+    from lightning_speedkit.data import (
+        CutMix,
+        DevicePrefetcher,
+        DeviceTransform,
+        ImageField,
+        LMDBDataModule,
+        LMDBDataset,
+        LMDBWriter,
+        LoaderSettingsSearch,
+        MixUp,
+        Normalize,
+        RandomCrop,
+        RandomErase,
+        RandomFlip,
+        RingLoader,
+        SpeedkitDataModule,
+        stage_to_local,
+        suggest_loader,
+        verify_lmdb,
+        write_lmdb,
+    )
+    from lightning_speedkit.errors import SpeedkitError
+    from lightning_speedkit.measure import RunRecorder
+    from lightning_speedkit.memory import (
+        ActivationCheckpointing,
+        BatchSizeSearch,
+        estimate_memory,
+        find_batch_size,
+        plan_checkpoints,
+    )
+    from lightning_speedkit.optimize import (
+        AccumulationScheduler,
+        AutoMicroBatch,
+        AverageWeights,
+        GradientClipping,
+        LRRangeTest,
+        NonFiniteGuard,
+        OptimizerChoice,
+        ScheduleChoice,
+        ScheduleFreeSwitch,
+        SpikeGuard,
+        build_optimizer,
+        build_schedule,
+        lr_range_test,
+        optimizers_for,
+    )
+    from lightning_speedkit.parallel import SpeedkitDDPStrategy
+    from lightning_speedkit.precision import (
+        ChannelsLast,
+        CompileModel,
+        Float8Precision,
+        MatmulPrecision,
+        SpeedkitMixedPrecision,
+        fastest_precision,
+        measure_precision,
+    )
+    from lightning_speedkit.presets import trainer_kwargs
 if TYPE_CHECKING:
     from lightning_speedkit.cli import SpeedkitCLI
 
@@ -66,9 +90,13 @@ __all__ = [
     "ActivationCheckpointing",
     "AutoMicroBatch",
     "AverageWeights",
+    "BatchSizeSearch",
+    "ChannelsLast",
+    "CompileModel",
     "CutMix",
     "DevicePrefetcher",
     "DeviceTransform",
+    "Float8Precision",
     "GradientClipping",
     "ImageField",
     "LMDBDataModule",
@@ -76,6 +104,7 @@ __all__ = [
     "LMDBWriter",
     "LRRangeTest",
     "LoaderSettingsSearch",
+    "MatmulPrecision",
     "MixUp",
     "NonFiniteGuard",
     "Normalize",
@@ -97,10 +126,14 @@ __all__ = [
     "__version__",
     "build_optimizer",
     "build_schedule",
+    "estimate_memory",
     "fastest_precision",
+    "find_batch_size",
     "load_quantized",
     "lr_range_test",
+    "measure_precision",
     "optimizers_for",
+    "plan_checkpoints",
     "presets",
     "stage_to_local",
     "suggest_loader",
@@ -115,6 +148,13 @@ def __getattr__(name: str) -> Any:
         from lightning_speedkit.cli import SpeedkitCLI
 
         return SpeedkitCLI
+    if name == "presets":
+        return import_module("lightning_speedkit.presets")
+    if name in __all__:
+        for area in _AREAS:
+            module = import_module(f"lightning_speedkit.{area}")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -71,6 +71,7 @@ class Preset:
     ``"cuda"``              a CUDA (or ROCm) device
     ``"gpu"``               any accelerator
     ``"capability>=8.0"``   on CUDA, at least that compute capability; no demand elsewhere
+    ``"native-bf16"``       bfloat16 in hardware; on CUDA no demand, the capability tells
     ``"devices>=2"``        that many accelerators; a CPU can run any number of processes
     ``"extra:quant"``       the libraries of that extra of this package
     ======================  =====================================================================
@@ -114,6 +115,9 @@ class Registry:
         try:
             return self._presets[name]
         except (KeyError, TypeError):
+            if isinstance(name, str) and "," in name:
+                each = ", ".join(repr(part.strip()) for part in name.split(",") if part.strip())
+                raise UnknownPresetError(f"{name!r} is not one preset; give each name by itself: {each}.") from None
             alike = str(name).lower().replace("_", "-")  # names are in lower case with hyphens
             near = difflib.get_close_matches(alike, self._presets, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

@@ -5,5 +5,21 @@ from lightning_speedkit.memory.activation_checkpointing import (
     checkpoint_modules,
     uncheckpoint_modules,
 )
+from lightning_speedkit.memory.batch_size import BatchSizeSearch
+from lightning_speedkit.memory.batch_size_find import BatchSizeTrial, FoundBatchSize, find_batch_size
+from lightning_speedkit.memory.checkpoint_budget import CheckpointPlan, plan_checkpoints
+from lightning_speedkit.memory.memory_estimate import MemoryEstimate, estimate_memory
 
-__all__ = ["ActivationCheckpointing", "checkpoint_modules", "uncheckpoint_modules"]
+__all__ = [
+    "ActivationCheckpointing",
+    "BatchSizeSearch",
+    "BatchSizeTrial",
+    "CheckpointPlan",
+    "FoundBatchSize",
+    "MemoryEstimate",
+    "checkpoint_modules",
+    "estimate_memory",
+    "find_batch_size",
+    "plan_checkpoints",
+    "uncheckpoint_modules",
+]

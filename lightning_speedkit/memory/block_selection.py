@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_speedkit.memory.recomputation import plain_class
+
 __all__ = ["checked_selection", "find_blocks", "select_modules"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -81,12 +83,13 @@ def checked_selection(modules: str | Sequence[str]) -> tuple[str, ...]:
 def _blocks_under(parent: nn.Module, prefix: str) -> Iterable[str]:
     count: Counter[type] = Counter()
     if isinstance(parent, _CONTAINERS):
-        count.update(type(_uncompiled("", child)[1]) for child in set(parent.children()))
+        count.update(_own_class(_uncompiled("", child)[1]) for child in set(parent.children()))
     for name, child in parent.named_children():
         path, child = _uncompiled(f"{prefix}.{name}" if prefix else name, child)
         inner = tuple(_blocks_under(child, path))
-        repeated = count[type(child)] >= 2 and _is_more_than_a_layer(child)
-        if repeated and not (type(child) is nn.Sequential and inner):
+        own = _own_class(child)
+        repeated = count[own] >= 2 and _is_more_than_a_layer(child)
+        if repeated and not (own is nn.Sequential and inner):
             yield path
         else:
             yield from inner
@@ -102,6 +105,12 @@ def _is_more_than_a_layer(module: nn.Module) -> bool:
     return not known and any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    # Without what checkpointing and fully_shard put in front of it; the latter makes an FSDPBlock of a Block.
+    own = plain_class(type(module))
+    return own.__mro__[2] if own.__bases__[0].__name__ == "FSDPModule" else own
+
+
 def _uncompiled(path: str, module: nn.Module) -> tuple[str, nn.Module]:
     # torch.compile(module) is a module of its own around it, whose class has no say in what is computed.
     inner = getattr(module, "_orig_mod", None)
@@ -113,7 +122,7 @@ def _matches(model: nn.Module, entry: str) -> list[str]:
     meant = {  # a module may also be at a second path, which named_modules() does not tell by itself
         _uncompiled(path, module)[1] if path else module: None
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module).__name__ == entry or _is_at(path, entry)
+        if _own_class(module).__name__ == entry or _is_at(path, entry)
     }
     found = [paths[module] for module in meant]
     if not found:
@@ -139,7 +148,7 @@ def _is_at(path: str, pattern: str) -> bool:
 
 
 def _inventory(model: nn.Module, wanted: str = "") -> str:
-    count = Counter(type(module).__name__ for path, module in model.named_modules() if path)
+    count = Counter(_own_class(module).__name__ for path, module in model.named_modules() if path)
     paths = [path for path, module in model.named_modules() if path and not isinstance(module, _NEVER_CALLED)]
     names = sorted(count, key=lambda name: (-_likeness(wanted, name), -count[name]))
     paths.sort(key=lambda path: (-_likeness(wanted, path), path.count(".")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_speedkit.memory.activation_checkpointing import ActivationCheckpointing
+from lightning_speedkit.memory.batch_size import BatchSizeSearch
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]
@@ -13,5 +14,30 @@ PRESETS: tuple[Preset, ...] = (
         kind="memory",
         summary="Repeated blocks recompute their activations in the backward pass: less memory, one more forward.",
         patch=TrainerPatch(callbacks=(Part(ActivationCheckpointing),)),
+    ),
+    Preset(
+        name="checkpoint-selective",
+        kind="memory",
+        summary="Repeated blocks recompute their cheap operations only: matmuls, fused attention, convolutions are kept.",
+        patch=TrainerPatch(callbacks=(Part(ActivationCheckpointing, {"policy": "selective"}),)),
+    ),
+    Preset(
+        name="offload-activations",
+        kind="memory",
+        summary="What repeated blocks save for the backward waits in host memory; nothing is recomputed.",
+        patch=TrainerPatch(callbacks=(Part(ActivationCheckpointing, {"policy": "offload"}),)),
+        needs=("cuda",),
+    ),
+    Preset(
+        name="largest-batch",
+        kind="memory",
+        summary="The largest batch that really trains is found when the fit starts.",
+        patch=TrainerPatch(callbacks=(Part(BatchSizeSearch),)),
+    ),
+    Preset(
+        name="fastest-batch",
+        kind="memory",
+        summary="The smallest batch within 5 % of the most samples per second is found when the fit starts.",
+        patch=TrainerPatch(callbacks=(Part(BatchSizeSearch, {"target": "throughput"}),)),
     ),
 )

@@ -1,4 +1,4 @@
-"""The class that a checkpointed module has while it is checkpointed: its own, with a forward that is computed twice.
+"""The class that a checkpointed module has while it is checkpointed: its own, with a forward that keeps less.
 
 A module becomes checkpointed by setting its ``__class__`` to a subclass made here, and plain again by setting it back.
 Replacing the attribute ``forward`` instead would make every deep copy run the original's weights; a wrapper module
@@ -10,7 +10,8 @@ A parameter that has changed in between is an error, as it is without checkpoint
 zero would do for BatchNorm alone; copies are exact for spectral norm, codebooks and counters too.
 
 What it costs: a forward copies its buffers, and those copies are kept until the backward that may be needed there: of
-buffers up to 1 MiB all, of larger ones those whose version says that the forward wrote to them.
+buffers up to 1 MiB all, of larger ones those whose version says that the forward wrote to them. On a CPU also the zeros
+and ones that dropout drew, as one bit each, from a module's second forward on: drawing costs more than all else there.
 """
 
 from __future__ import annotations
@@ -19,21 +20,28 @@ import copyreg
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
+from lightning_speedkit.memory.checkpoint_policy import Offload, Policy, Recompute
+from lightning_speedkit.memory.checkpoint_policy_kept import KeptOutputs
 from lightning_speedkit.memory.host_random import read_host_random, write_host_random
+from lightning_speedkit.memory.offload import offload_saved_tensors
 
 __all__ = ["Recomputed", "plain_class", "recomputed_class"]
 
 _SMALL = 1 << 20  # bytes
+_ALL = Recompute()
+_DRAW: WeakSet[nn.Module] = WeakSet()  # those whose last forward drew from torch's generator of the CPU
 _ABSENT: Any = object()  # in place of a buffer that is not registered
 
 
@@ -46,6 +54,8 @@ class Recomputed(nn.Module):
     (Linear(in_features=2, out_features=2, bias=True), True, True)
     """
 
+    checkpoint_policy: ClassVar[Policy] = _ALL
+
     def __init_subclass__(cls) -> None:
         """Hides the subclass from the original's own ``__init_subclass__``, which may be a registry."""
 
@@ -54,11 +64,18 @@ class Recomputed(nn.Module):
         run = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            return _run_eagerly(self, run, args, kwargs)
-        # torch.compile traces a checkpoint without contexts and refuses one with them.
+        policy = type(self).checkpoint_policy
+        compiling = torch.compiler.is_compiling()
+        if isinstance(policy, Offload):
+            return (_offload_outside_the_graph if compiling else _offload)(self, policy, run, args, kwargs)
+        if not compiling:
+            return _run_eagerly(self, policy, run, args, kwargs)
+        # torch.compile traces a checkpoint without contexts, or with torch's own for the kept operations alone.
         if next(self.buffers(), None) is not None:
-            return _run_outside_the_graph(self, run, args, kwargs)
+            return _run_outside_the_graph(self, policy, run, args, kwargs)
+        if policy.keep:
+            kept = functools.partial(create_selective_checkpoint_contexts, list(policy.keep))
+            return checkpoint(lambda: run(*args, **kwargs), use_reentrant=False, context_fn=kept)
         return checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)
 
     @override
@@ -74,8 +91,8 @@ class Recomputed(nn.Module):
         return (make, tuple(arguments), *reduced[2:])
 
 
-def recomputed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class that recomputes; the same one each time, of the same name.
+def recomputed_class(original: type[nn.Module], policy: Policy = _ALL) -> type[nn.Module]:
+    """The subclass of a module's class that follows the policy; the same one each time, of the same name.
 
     >>> recomputed_class(nn.Linear) is recomputed_class(nn.Linear), recomputed_class(nn.Linear).__name__
     (True, 'Linear')
@@ -83,12 +100,13 @@ def recomputed_class(original: type[nn.Module]) -> type[nn.Module]:
     # Python keeps subclasses weakly, so that the one made for a class is found here for as long as it is in use.
     made: list[type[nn.Module]] = original.__subclasses__()
     for subclass in made:
-        if subclass.__bases__ == (Recomputed, original):
+        if subclass.__bases__ == (Recomputed, original) and vars(subclass)["checkpoint_policy"] == policy:
             return subclass
     names: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "checkpoint_policy": policy,
         # so that inspect.signature still says what the module takes
         "forward": functools.wraps(original.forward)(
             lambda self, *args, **kwargs: Recomputed.forward(self, *args, **kwargs)
@@ -119,12 +137,15 @@ def _plain_copy(module: nn.Module, make: Callable[..., nn.Module], *memo: Any) -
     return twin
 
 
-def _run_eagerly(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_eagerly(
+    module: nn.Module, policy: Recompute, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Torch gets the tensors one by one, which makes it keep the random state of all their devices and raise if one is
     # overwritten before the backward. Keywords would be mistaken for options of its own.
     values, structure = tree_flatten((args, kwargs))
     first = [(args, kwargs)]  # let go of in the first run: a list that gathers outputs would never be freed
-    replay = _Replay(module)
+    bits = module in _DRAW
+    replay = _Replay(module, KeptOutputs(policy.keep, bits) if policy.keep or bits else None)
 
     def call(*values: Any) -> Any:
         args, kwargs = first.pop() if first else tree_unflatten(values, structure)
@@ -133,7 +154,16 @@ def _run_eagerly(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ..
     return checkpoint(call, *values, use_reentrant=False, context_fn=lambda: (replay.remembering(), replay))
 
 
-_run_outside_the_graph: Callable[..., Any] = torch.compiler.disable(_run_eagerly)  # type: ignore[no-untyped-call]
+def _offload(
+    module: nn.Module, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with offload_saved_tensors(module, policy.min_bytes):
+        return run(*args, **kwargs)
+
+
+_outside: Callable[..., Any] = torch.compiler.disable
+_run_outside_the_graph: Callable[..., Any] = _outside(_run_eagerly)
+_offload_outside_the_graph: Callable[..., Any] = _outside(_offload)
 
 _Place = tuple[nn.Module, str]  # where a parameter or a buffer is registered
 
@@ -141,8 +171,10 @@ _Place = tuple[nn.Module, str]  # where a parameter or a buffer is registered
 class _Replay(AbstractContextManager[None]):
     """Around a recomputation: buffers and random state are what the first run found; then the real ones are back."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kept: KeptOutputs | None = None) -> None:
         self._modules = tuple(module.modules())
+        self._kept = kept
+        self._replaying: AbstractContextManager[Any] = nullcontext()
         self._parameters: dict[_Place, tuple[Any, int]] = {}
         self._buffers: dict[_Place, Any] = {}
         self._random: tuple[Any, ...] | None = None  # nothing was drawn
@@ -154,7 +186,11 @@ class _Replay(AbstractContextManager[None]):
         before = {place: (buffer, _version(buffer)) for place, buffer in self._registered("_buffers")}
         copies = {id(buffer): _copy(buffer) for buffer, _ in before.values()}  # one buffer of two owners stays one
         found = read_host_random()
-        yield
+        drawn = _torch_random()
+        with nullcontext() if self._kept is None else self._kept.recording():
+            yield
+        # Of those the next forward keeps what dropout draws.
+        (_DRAW.discard if _torch_random() == drawn else _DRAW.add)(self._modules[0])
         self._random = found if read_host_random() != found else None
         # Noted after the run, in which a lazy module makes its parameters.
         self._parameters = {place: (value, _version(value)) for place, value in self._registered("_parameters")}
@@ -180,9 +216,15 @@ class _Replay(AbstractContextManager[None]):
         _register({place: copies[id(buffer)] for place, buffer in self._buffers.items()})
         if self._random is not None:
             write_host_random(self._random)
+        if self._kept is not None:
+            self._replaying = self._kept.replaying()
+            self._replaying.__enter__()
 
     @override
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
+        if self._kept is not None:
+            self._replaying.__exit__(*exception)
+            self._kept.clear()
         buffers, random = self._real
         _register(buffers)
         if random is not None:
@@ -202,6 +244,12 @@ def _register(buffers: dict[_Place, Any]) -> None:
             owner._buffers.pop(name, None)
         else:
             owner._buffers[name] = buffer
+
+
+def _torch_random() -> bytes:
+    with _disable_current_modes():  # under fake tensors there would be no bytes
+        state: bytes = torch.get_rng_state().numpy().tobytes()
+    return state
 
 
 def _copy(buffer: Any) -> Any:

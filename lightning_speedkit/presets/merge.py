@@ -6,7 +6,8 @@ Pure: it looks at nothing but its arguments. The rules:
 - Two presets that are equally near and set one thing differently are a conflict; equal values are fine.
 - One *thing* is a Trainer argument, a callback class, or a kind of plugin. The ``precision`` argument and a
   ``Precision`` plugin are one thing, and so are ``accumulate_grad_batches`` and a callback that schedules it,
-  because Lightning refuses both together.
+  ``gradient_clip_val`` and a callback that clips, and all callbacks that average the weights: each of these is refused
+  beside the other.
 - The result is in the order of the registry, so the order in which names are given changes nothing.
 """
 
@@ -17,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import LayerSync, Precision
 
 from lightning_speedkit.errors import PresetConflictError
 from lightning_speedkit.facts import Hardware
-from lightning_speedkit.optimize import AccumulationScheduler
+from lightning_speedkit.optimize import AccumulationScheduler, AverageWeights, GradientClipping
 from lightning_speedkit.registry import Part, Preset, Registry, TrainerPatch
 
 __all__ = ["PRECISION", "Chosen", "Key", "Setting", "as_patch", "callback_key", "expand", "merge", "plugin_key"]
@@ -32,7 +33,14 @@ Key = tuple[str, type | None]
 
 PRECISION: Key = ("precision", None)
 
-_ACCUMULATION = (AccumulationScheduler, GradientAccumulationScheduler)
+_CALLBACK_KEYS: tuple[tuple[type, Key], ...] = (
+    (AccumulationScheduler, ("accumulate_grad_batches", None)),
+    (GradientAccumulationScheduler, ("accumulate_grad_batches", None)),
+    (GradientClipping, ("gradient_clip_val", None)),
+    (AverageWeights, ("callbacks", AverageWeights)),
+    (WeightAveraging, ("callbacks", AverageWeights)),
+    (StochasticWeightAveraging, ("callbacks", AverageWeights)),
+)
 _PLUGIN_KEYS: tuple[tuple[type, Key], ...] = (
     (Precision, PRECISION),
     (LayerSync, ("sync_batchnorm", None)),
@@ -139,7 +147,7 @@ def as_patch(settings: Iterable[Setting]) -> TrainerPatch:
 
 def callback_key(cls: type) -> Key:
     """What a callback of this class sets."""
-    return ("accumulate_grad_batches", None) if issubclass(cls, _ACCUMULATION) else ("callbacks", cls)
+    return next((key for kind, key in _CALLBACK_KEYS if issubclass(cls, kind)), ("callbacks", cls))
 
 
 def plugin_key(cls: type) -> Key:

@@ -41,6 +41,9 @@ def _missing(need: str, hardware: Hardware, num_nodes: int) -> str:
         return "" if hardware.accelerator == "cuda" else "a CUDA device"
     if need == "gpu":
         return "a GPU" if hardware.accelerator == "cpu" else ""
+    if need == "native-bf16":
+        emulates = hardware.accelerator != "cuda" and not hardware.native_bf16  # on CUDA the capability tells
+        return "a device that computes bfloat16 natively (here it is emulated)" if emulates else ""
     if match := _CAPABILITY.match(need):
         wanted = (int(match[1]), int(match[2]))
         lacks = hardware.capability is not None and not hardware.is_rocm and hardware.capability < wanted
@@ -53,7 +56,8 @@ def _missing(need: str, hardware: Hardware, num_nodes: int) -> str:
         libraries = _missing_libraries(extra)
         return f"{', '.join(libraries)} (pip install '{_DISTRIBUTION}[{extra}]')" if libraries else ""
     raise ValueError(
-        f"A preset has the need {need!r}; known are 'cuda', 'gpu', 'capability>=8.0', 'devices>=2', 'extra:quant'."
+        f"A preset has the need {need!r}; known are 'cuda', 'gpu', 'capability>=8.0', 'native-bf16', 'devices>=2', "
+        "'extra:quant'."
     )
 
 

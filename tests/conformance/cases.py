@@ -10,9 +10,14 @@ from lightning_speedkit import (
     ActivationCheckpointing,
     AutoMicroBatch,
     AverageWeights,
+    BatchSizeSearch,
+    ChannelsLast,
+    CompileModel,
+    Float8Precision,
     GradientClipping,
     LoaderSettingsSearch,
     LRRangeTest,
+    MatmulPrecision,
     NonFiniteGuard,
     OptimizerChoice,
     QuantizeOnFitEnd,
@@ -42,7 +47,7 @@ CALLBACKS = (
     ),
     Case(
         "ActivationCheckpointing",
-        working=Part(ActivationCheckpointing, {"modules": ["Block"]}),
+        working=Part(ActivationCheckpointing, {"modules": ["Block"], "policy": "selective"}),
         neutral=Part(ActivationCheckpointing, {"modules": ["Block"]}),
     ),
     Case(
@@ -54,6 +59,21 @@ CALLBACKS = (
         "AverageWeights",
         working=Part(AverageWeights, {"decay": 0.9, "start": 2}),
         neutral=Part(AverageWeights, {"decay": 0.0}),
+    ),
+    Case(
+        "BatchSizeSearch",
+        working=Part(BatchSizeSearch, {"start": 2, "limit": 6}),
+        neutral=Part(BatchSizeSearch, {"start": 4, "limit": 4}),
+    ),
+    Case(
+        "ChannelsLast",
+        working=Part(ChannelsLast, {}),
+        neutral=Part(ChannelsLast, {"check": False}),
+    ),
+    Case(
+        "CompileModel",
+        working=Part(CompileModel, {"backend": "eager", "eager_steps": 2}),
+        neutral=Part(CompileModel, {"backend": "eager", "eager_steps": 0}),
     ),
     Case(
         "GradientClipping",
@@ -69,6 +89,12 @@ CALLBACKS = (
         "LoaderSettingsSearch",
         working=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
         neutral=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
+    ),
+    Case(
+        "MatmulPrecision",
+        # convolutions only: another matmul level may change what a CPU computes, and validation is compared exactly
+        working=Part(MatmulPrecision, {"matmul": "highest", "convolutions": "ieee"}),
+        neutral=Part(MatmulPrecision, {"matmul": None}),
     ),
     Case(
         "NonFiniteGuard",
@@ -109,6 +135,6 @@ CALLBACKS = (
 
 STRATEGIES = ("speedkit_ddp", "speedkit_ddp_static")
 
-PLUGINS = (Part(SpeedkitMixedPrecision, {"precision": "bf16-mixed"}),)
+PLUGINS = (Part(SpeedkitMixedPrecision, {"precision": "bf16-mixed"}), Part(Float8Precision, {"emulate": True}))
 
 DATAMODULES = ("LMDBDataModule", "SpeedkitDataModule")

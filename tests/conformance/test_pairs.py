@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_speedkit import OptimizerChoice
+from lightning_speedkit import Float8Precision, OptimizerChoice
 from lightning_speedkit.registry import Part
 from tests.conformance.cases import CALLBACKS, PLUGINS, Case
 from tests.conformance.models import Classifier, classifier, loader, quiet_trainer
@@ -79,5 +79,7 @@ def test_what_is_not_sensible_together_is_refused_in_both_orders(one: Case, othe
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda part: str(part.arguments))
 @pytest.mark.parametrize("case", CALLBACKS, ids=lambda case: case.name)
 def test_precision_plugin_beside_each_callback(case: Case, plugin: Part, tmp_path: Path) -> None:
+    if plugin.cls is Float8Precision:
+        pytest.importorskip("torchao")
     losses = [_fitted(parts, plugins=[plugin.build()]).losses for parts in ([], [case.neutral])]
     _equal(losses[0], losses[1])

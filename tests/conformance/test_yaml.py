@@ -40,7 +40,7 @@ def test_callback_round_trip(part: Part, tmp_path: Path) -> None:
 def test_plugin_round_trip(part: Part, tmp_path: Path) -> None:
     cli = _from_yaml("plugins", part, tmp_path)
     assert type(cli.trainer.precision_plugin) is part.cls
-    assert cli.trainer.precision_plugin.precision == part.arguments["precision"]
+    assert cli.trainer.precision_plugin.precision == part.build().precision
 
 
 def _plain(thing: object) -> dict[str, Any]:

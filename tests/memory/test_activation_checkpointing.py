@@ -12,16 +12,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAccuracy
 
+from lightning_speedkit.compress import QuantizeOnFitEnd
 from lightning_speedkit.memory import ActivationCheckpointing, checkpoint_modules, uncheckpoint_modules
 from lightning_speedkit.memory.recomputation import Recomputed
+from lightning_speedkit.optimize import AverageWeights
 from tests.two_ranks import on_two_ranks
 
 
@@ -162,6 +165,101 @@ def test_a_fit_equals_the_plain_loop_bit_for_bit(modules: Any, accumulate: int) 
     assert _equal(_values(module), _plain_loop(accumulate=accumulate))
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"policy": "selective"},
+    {"policy": "selective", "keep": ["aten.native_batch_norm", "aten.relu"]},
+    {"policy": "offload", "min_bytes": 0},
+    {"every": 2},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_fit_by_any_policy_equals_the_plain_loop_bit_for_bit(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_speedkit.memory.offload._is_on_host", lambda tensor: False)  # so that it copies
+    module, spy, callback = Module(), Spy(), ActivationCheckpointing(**options)
+    _trainer(spy, callback, num_sanity_val_steps=0, limit_val_batches=0).fit(module)
+    assert _equal(_values(module), _plain_loop())
+    assert spy.in_batch == {("network.1",) if "every" in options else ("network.1", "network.2")}
+    assert _checkpointed(module) == []
+
+
+def test_batch_norm_after_20_steps_is_that_of_the_plain_run() -> None:
+    networks = {"plain": nn.Sequential(Block(), Block())}
+    for policy in ("full", "selective"):
+        networks[policy] = copy.deepcopy(networks["plain"])
+        checkpoint_modules(networks[policy], policy=policy)
+    for network in networks.values():
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+        torch.manual_seed(1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            network(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+    plain = _values(networks.pop("plain"))
+    assert networks["full"].get_submodule("1.body.1").num_batches_tracked == 20
+    assert [_equal(_values(network), plain) for network in networks.values()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("every", "paths"),
+    [(1, ("0", "1", "2", "3", "4")), (2, ("0", "2", "4")), (3, ("0", "3")), (5, ("0",)), (9, ("0",))],
+)
+@pytest.mark.parametrize("modules", ["auto", "Block", ["4", "3", "2", "1", "0"]])
+def test_every_nth_of_the_chosen_modules(modules: Any, every: int, paths: tuple[str, ...]) -> None:
+    network = nn.Sequential(*(Block() for _ in range(5)))
+    assert checkpoint_modules(network, modules, every=every) == paths
+    assert checkpoint_modules(network, modules, every=every) == ()
+
+
+class HalfBuilt(Module):
+    """Has a block from the start, to which another one in front is added in configure_model."""
+
+    def configure_model(self) -> None:
+        if self.built == 1:
+            self.built += 1
+            self.network = nn.Sequential(nn.Linear(3, 4), Block(), *list(self.network)[1:])
+
+
+def test_every_nth_counts_what_is_there_at_the_start_of_the_fit() -> None:
+    module, spy = HalfBuilt(), Spy()
+    assert checkpoint_modules(HalfBuilt(), every=2) == ("network.1",)
+    _trainer(spy, ActivationCheckpointing(every=2)).fit(module)
+    assert spy.in_batch == {("network.1", "network.3")}
+    assert _checkpointed(module) == []
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "2", None])
+def test_every_is_a_positive_whole_number(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="every"):
+        ActivationCheckpointing(every=wrong)
+    with pytest.raises((TypeError, ValueError), match="every"):
+        checkpoint_modules(_network(), every=wrong)
+
+
+@pytest.mark.parametrize("arguments", [{"policy": "half"}, {"keep": ["matmul"]}, {"policy": "selective", "keep": []}])
+def test_a_wrong_policy_is_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"policy|keep"):
+        ActivationCheckpointing(**arguments)
+
+
+def test_another_policy_for_a_checkpointed_module_is_refused() -> None:
+    network = _network()
+    checkpoint_modules(network, "1")
+    with pytest.raises(ValueError, match="'1' is checkpointed already, with another policy"):
+        checkpoint_modules(network, policy="selective")
+    assert _checkpointed(network) == ["1"]
+    uncheckpoint_modules(network)
+    assert checkpoint_modules(network, policy="selective") == ("1", "2")
+    assert copy.deepcopy(network).get_submodule("1").__class__ is Block
+
+
+def test_sync_batchnorm_may_be_offloaded() -> None:
+    network = nn.Sequential(Block(nn.SyncBatchNorm), Block(nn.SyncBatchNorm))
+    assert checkpoint_modules(network, policy="offload") == ("0", "1")
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
 def test_under_another_precision_of_the_trainer(precision: Any) -> None:
     runs = []
@@ -287,6 +385,30 @@ def test_beside_an_average_of_the_weights() -> None:
     assert _equal(*runs)
 
 
+@pytest.mark.parametrize("options", [{"policy": "selective"}, {"policy": "offload", "min_bytes": 0}])
+@pytest.mark.parametrize("order", [1, -1])
+def test_beside_an_average_pruning_and_quantization(
+    options: dict[str, Any], order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_speedkit.memory.offload._is_on_host", lambda tensor: False)  # so that it copies
+    runs = []
+    for name, own in (("plain", []), ("checkpointed", [ActivationCheckpointing("Block", **options)])):
+        module, spy, average = Module(), Spy(), AverageWeights("ema", decay=0.5)
+        pruned = [(module.network.get_submodule(f"{block}.body.4"), "weight") for block in (1, 2)]
+        pruning = ModelPruning("l1_unstructured", pruned, amount=0.5, use_lottery_ticket_hypothesis=False)
+        quantize = QuantizeOnFitEnd("dynamic", monitor="loss", mode="min", max_metric_drop=10.0, folder=f"int8-{name}")
+        callbacks = [*own, average, pruning, quantize, spy][::order]
+        _trainer(*callbacks, num_sanity_val_steps=0).fit(module)
+        assert _checkpointed(module) == []
+        assert spy.in_batch == {("network.1", "network.2") if own else ()}
+        assert average.updates == 12
+        assert (module.network.get_submodule("1.body.4").weight == 0).float().mean() >= 0.5
+        int8: Any = quantize.quantized_model
+        with torch.no_grad():
+            runs.append([*_values(module), int8.network.eval()(_data().tensors[0])])
+    assert _equal(*runs)
+
+
 @pytest.mark.parametrize("switch", ["fast_dev_run", "barebones"])
 def test_the_trainer_s_quick_modes(switch: str) -> None:
     spy = Spy()
@@ -321,14 +443,21 @@ def test_checkpointing_twice_changes_nothing_and_undoing_is_by_path() -> None:
     assert type(network.get_submodule("1")) is Block
 
 
-def test_of_nested_modules_the_outermost_with_one_warning() -> None:
+@pytest.mark.parametrize("modules", [["Block", "*.body"], ["1", "1.body.0"], ["*.body", "*.body.[04]"]])
+def test_of_nested_modules_one_has_to_be_chosen(modules: list[str]) -> None:
     network = _network()
-    with pytest.warns(UserWarning, match=r"6 of the chosen modules lie inside others.*'1\.body'") as caught:
-        changed = checkpoint_modules(network, ["Block", "*.body", "*.body.[04]"])
-    assert changed == ("1", "2")
-    assert len(caught) == 1
-    with pytest.warns(UserWarning, match="4 of the chosen modules lie inside others"):
-        assert checkpoint_modules(network, "*.body.[04]") == ()
+    with pytest.raises(ValueError, match=r"'[12]\.body(\.0)?' lies inside '[12](\.body)?'"):
+        checkpoint_modules(network, modules)
+    assert _checkpointed(network) == []
+
+
+@pytest.mark.parametrize(("taken", "wanted"), [("Block", "*.body"), ("*.body", "Block")])
+def test_what_is_inside_or_around_a_checkpointed_module_is_refused(taken: str, wanted: str) -> None:
+    network = _network()
+    paths = checkpoint_modules(network, taken)
+    with pytest.raises(ValueError, match=r"'1\.body' lies inside '1'.*Is checkpointed already: '1"):
+        checkpoint_modules(network, wanted)
+    assert tuple(_checkpointed(network)) == paths
 
 
 def _fit_and_count(callback: Callback, module: pl.LightningModule, text: str) -> int:
@@ -339,8 +468,14 @@ def _fit_and_count(callback: Callback, module: pl.LightningModule, text: str) ->
 
 
 def test_warnings_come_once_per_fit() -> None:
-    callback, module = ActivationCheckpointing(["Block", "*.*.body"]), Module()
-    assert [_fit_and_count(callback, module, "lie inside others") for _ in range(2)] == [1, 1]
+    callback, module = ActivationCheckpointing("Block"), Module()
+    module.network.get_submodule("2").accuracy = BinaryAccuracy()
+    assert [_fit_and_count(callback, module, "is a metric inside") for _ in range(2)] == [1, 1]
+
+
+def test_offload_on_a_cpu_is_said_to_do_nothing() -> None:
+    assert _fit_and_count(ActivationCheckpointing(policy="offload"), Module(), "changes nothing on a CPU") == 1
+    assert _fit_and_count(ActivationCheckpointing(), Module(), "changes nothing on a CPU") == 0
 
 
 def test_a_metric_inside_is_named() -> None:
@@ -348,6 +483,15 @@ def test_a_metric_inside_is_named() -> None:
     network.get_submodule("2").accuracy = BinaryAccuracy()
     with pytest.warns(UserWarning, match=r"'2\.accuracy' is a metric inside a checkpointed module"):
         checkpoint_modules(network)
+
+
+@pytest.mark.parametrize("path", ["2", "2._checkpoint_wrapped_module"])
+def test_a_module_that_torch_s_wrapper_checkpoints_is_refused(path: str) -> None:
+    network = _network()
+    network[2] = checkpoint_wrapper(network[2])
+    with pytest.raises(ValueError, match=f"'{path}' is checkpointed already, by torch's checkpoint_wrapper"):
+        checkpoint_modules(network, ["1", path])
+    assert _checkpointed(network) == []
 
 
 def test_checkpointing_that_the_model_brings_is_named() -> None:
@@ -425,11 +569,10 @@ def test_a_class_set_by_something_else_since_is_left_with_a_warning() -> None:
         assert uncheckpoint_modules(network) == ()
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
-def test_strategies_that_shard_the_model_are_refused(strategy: type) -> None:
+def test_a_strategy_that_wraps_the_model_is_refused() -> None:
     module = Module()
-    with pytest.raises(MisconfigurationException, match=f"does not go with {strategy.__name__}"):
-        ActivationCheckpointing().setup(SimpleNamespace(strategy=strategy()), module, "fit")  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="does not go with FSDPStrategy"):
+        ActivationCheckpointing().setup(SimpleNamespace(strategy=FSDPStrategy()), module, "fit")  # type: ignore[arg-type]
     assert _checkpointed(module) == []
 
 
@@ -449,17 +592,45 @@ def test_sync_batchnorm_by_the_trainer_is_refused(built_in: str) -> None:
     assert _checkpointed(module) == []
 
 
+class Unused(Module):
+    """Has a block without a part in the loss of every second batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        first, one, two, last = self.network
+        x = one(first(batch[0]))
+        return nn.functional.mse_loss(last(two(x) if batch_idx % 2 else x), batch[1])
+
+
+class Sharded(Module):
+    """Shards its network as ModelParallelStrategy wants it."""
+
+    def _build(self, here: str) -> None:
+        if here == "__init__":
+            self.network = _network(nn.LayerNorm)
+
+    def configure_model(self) -> None:
+        for part in (self.network[1], self.network[2], self.network):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
 def _fit_on_a_rank(how: str, callbacks: list[Callback]) -> list[Tensor]:
     """Two ranks with 3 rows each per batch, and two batches per step where gradients are accumulated."""
-    module = Module()
+    module = {"unused": Unused, "sharded fit": Sharded}.get(how, Module)()
     module.batch_size = 3
-    strategy = DDPStrategy(process_group_backend="gloo", static_graph=how == "static")
+    strategy: Any = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
+    if how != "sharded fit":
+        strategy = DDPStrategy(
+            process_group_backend="gloo", static_graph=how == "static", find_unused_parameters=how == "unused"
+        )
     accumulate = 2 if how == "accumulated" else 1
     _trainer(
         *callbacks, devices=2, strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=1, limit_val_batches=0
     ).fit(module)
     assert _checkpointed(module) == []
-    return _values(module)
+    values = module.state_dict().values()
+    return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values]
 
 
 def _sharded_gradients_on_a_rank(modules: list[str]) -> list[Tensor]:
@@ -477,17 +648,43 @@ def _sharded_gradients_on_a_rank(modules: list[str]) -> list[Tensor]:
 
 
 def _same_on_a_rank() -> dict[str, bool]:
-    same = {
-        how: _equal(_fit_on_a_rank(how, []), _fit_on_a_rank(how, [ActivationCheckpointing()]))
-        for how in ("accumulated", "static")
-    }
+    same = {}
+    for how in ("accumulated", "static", "unused", "sharded fit"):
+        plain = _fit_on_a_rank(how, [])
+        for policy in ("full", "selective", "offload"):
+            spy = Spy()
+            fitted = _fit_on_a_rank(how, [spy, ActivationCheckpointing("Block", policy=policy)])
+            same[f"{how}, {policy}"] = _equal(plain, fitted) and spy.in_batch == {("network.1", "network.2")}
     same["sharded"] = _equal(_sharded_gradients_on_a_rank([]), _sharded_gradients_on_a_rank(["Block"]))
     return same
 
 
 def test_two_ranks_train_the_same_as_without() -> None:
-    same = {"accumulated": True, "static": True, "sharded": True}
-    assert on_two_ranks(_same_on_a_rank) == [same, same]
+    one, other = on_two_ranks(_same_on_a_rank)
+    assert [how for how, same in one.items() if not same] == []
+    assert one == other
+    assert len(one) == 13
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_under_torch_compile(policy: str, norm: type[nn.Module]) -> None:
+    def gradients(network: nn.Module) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        loss = torch.compile(network, backend="aot_eager")(torch.ones(5, 3).cumsum(0)).square().mean()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in network.parameters()), *network.buffers()]
+
+    networks = []
+    for checkpointed in (False, True):
+        network = _network(norm)
+        for dropout in (network[1].body[3], network[2].body[3]):
+            dropout.p = 0.0  # compiled code draws other numbers
+        if checkpointed:
+            checkpoint_modules(network, policy=policy)
+        networks.append(gradients(network))
+    torch.testing.assert_close(*networks, rtol=1e-4, atol=1e-6)
 
 
 def test_a_copy_of_the_callback_is_usable() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_speedkit.memory.checkpoint_policy import checked_policy
 from lightning_speedkit.memory.recomputation import Recomputed, plain_class, recomputed_class
 
 
@@ -197,10 +198,10 @@ INNER: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def _checkpoint(model: nn.Module, kind: type[nn.Module]) -> None:
+def _checkpoint(model: nn.Module, kind: type[nn.Module], policy: str = "full") -> None:
     for module in model.modules():
         if type(module) is kind:
-            module.__class__ = recomputed_class(kind)
+            module.__class__ = recomputed_class(kind, checked_policy(policy))
 
 
 def _train(model: nn.Module, steps: int = 4, backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
@@ -230,10 +231,11 @@ def _model(inner: str) -> nn.Module:
     return nn.Sequential(Block(4, INNER[inner](8)), Block(4, INNER[inner](8)), nn.Linear(4, 1))
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 @pytest.mark.parametrize("inner", INNER)
-def test_training_is_the_same_bit_for_bit(inner: str) -> None:
+def test_training_is_the_same_bit_for_bit(inner: str, policy: str) -> None:
     plain, checkpointed = _model(inner), _model(inner)
-    _checkpoint(checkpointed, Block)
+    _checkpoint(checkpointed, Block, policy)
     assert _equal(_train(plain), _train(checkpointed))
 
 

@@ -191,5 +191,5 @@ def test_bad_input_is_refused(given: dict[str, Any], error: type[Exception], mes
 def test_a_missing_library_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torchao", "torchao.optim"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"torchao.*pip install 'lightning-speedkit\[quant\]'"):
+    with pytest.raises(MissingExtraError, match=r"torchao.*pip install 'lightning-speedkit\[ao\]'"):
         build_optimizer("adamw-8bit", Net(), 0.1)

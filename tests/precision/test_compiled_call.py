@@ -1,4 +1,4 @@
-"""Which calls go through what is compiled, and what is told of them; what is compiled is a plain function that counts."""
+"""Which calls go through what is compiled, and what is told; a plain function that counts stands in for it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_speedkit.errors import HardwareNeedError
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.precision import Float8Precision, SpeedkitMixedPrecision
+from lightning_speedkit.precision.channels_last import ChannelsLast
+from lightning_speedkit.precision.compile import CompileModel
 from lightning_speedkit.precision.presets import PRESETS
 from lightning_speedkit.presets import trainer_kwargs
 from lightning_speedkit.registry import Preset
@@ -22,6 +24,7 @@ T4 = Hardware(accelerator="cuda", device_name="Tesla T4", capability=(7, 5))
 A100 = Hardware(accelerator="cuda", device_name="A100", capability=(8, 0), native_bf16=True)
 CPU = Hardware(accelerator="cpu", device_name="a CPU")
 CPU_BF16 = Hardware(accelerator="cpu", device_name="a CPU", native_bf16=True)
+_COMPILE = ("compile", "compile-blocks", "channels-last")
 
 
 def _set_by(preset: Preset, hardware: Hardware) -> Any:
@@ -45,8 +48,20 @@ def test_the_names_the_kind_and_the_needs() -> None:
         "fp16-mixed": ("gpu",),
         "fp8": ("cuda", "capability>=8.9", "extra:fp8"),
         "precision-auto": (),
+        **dict.fromkeys(_COMPILE, ()),
     }
-    assert {preset.kind for preset in PRESETS} == {"precision"}
+    assert {name: preset.kind for name, preset in BY_NAME.items() if preset.kind != "precision"} == dict.fromkeys(
+        _COMPILE, "compile"
+    )
+
+
+def test_compile_and_layout_are_callbacks_alone() -> None:
+    patches = [BY_NAME[name].patch_for(CPU) for name in _COMPILE]
+    assert [(dict(patch.arguments), patch.plugins, len(patch.callbacks)) for patch in patches] == [({}, (), 1)] * 3
+    whole, blocks, layout = (patch.callbacks[0].build() for patch in patches)
+    assert (type(whole), whole.modules) == (CompileModel, ("auto",))
+    assert (type(blocks), blocks.modules) == (CompileModel, ("blocks",))
+    assert type(layout) is ChannelsLast
 
 
 @pytest.mark.parametrize("hardware", [T4, A100, CPU, CPU_BF16])

@@ -15,13 +15,16 @@ _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar":
 
 def test_the_catalogue_is_this() -> None:
     assert names() == (
-        *("fp32", "bf16-mixed", "fp16-mixed", "precision-auto"),
-        *("accumulate-4", "accumulate-labels-4", "batch-256", "auto-micro-batch"),
+        *("fp32", "tf32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp8", "precision-auto"),
+        *("compile", "compile-blocks", "channels-last"),
+        *("accumulate-4", "accumulate-labels-4", "batch-256", "auto-micro-batch", "auto-micro-batch-labels"),
         *("clip-norm", "clip-zclip", "guard-non-finite", "guard-spikes", "guard-rollback"),
-        *("adamw", "adam", "sgd-momentum", "adafactor", "muon", "adamw-8bit", "schedule-free"),
+        *("adamw", "adam", "sgd-momentum", "adafactor", "muon"),
+        *("adamw-8bit", "adamw-cpu-offload", "schedule-free"),
         *("warmup-cosine", "one-cycle", "linear", "warmup-stable-decay", "inverse-sqrt", "reduce-on-plateau"),
         *("ema", "swa", "lr-range-test"),
-        *("checkpoint-activations", "quantize-int8", "ddp", "ddp-static", "loader-auto"),
+        *("checkpoint-activations", "checkpoint-selective", "offload-activations", "largest-batch", "fastest-batch"),
+        *("quantize-int8", "ddp", "ddp-static", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 
@@ -29,7 +32,7 @@ def test_the_catalogue_is_this() -> None:
 @pytest.mark.parametrize("name", names())
 def test_a_preset_is_readable_data(name: str) -> None:
     preset = get(name)
-    assert preset.kind in ("precision", "optimize", "memory", "compress", "parallel", "data", "bundle")
+    assert preset.kind in ("precision", "compile", "optimize", "memory", "compress", "parallel", "data", "bundle")
     assert 10 < len(preset.summary) < 120
     assert preset.includes == () or preset.kind == "bundle"
 

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_speedkit.cli import SpeedkitCLI
 from lightning_speedkit.presets import names
-from tests.presets.machines import CPU, H100, stand_on
+from tests.presets.machines import CPU, CPU_BF16, H100, stand_on
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
 
@@ -32,7 +32,7 @@ def test_the_python_runs_on_a_machine_with_and_without_a_gpu(machine: Any, monke
 
 def test_the_yaml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    stand_on(monkeypatch, CPU, cpu=CPU)
+    stand_on(monkeypatch, CPU_BF16, cpu=CPU_BF16)
     (block,) = _blocks("yaml")
     Path("run.yaml").write_text(block)
     cli = SpeedkitCLI(

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelSummary,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -231,3 +237,16 @@ def test_a_registered_callback_is_built_from_its_arguments() -> None:
     presets.register(Preset(name="deep", kind="mine", summary="s", patch=TrainerPatch(callbacks=(part,))))
     (callback,) = trainer_kwargs("deep")["callbacks"]
     assert callback._max_depth == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("clip-norm", {"gradient_clip_val": 0.5}),
+        ("clip-zclip", {"gradient_clip_val": None}),
+        ("ema", {"callbacks": [EMAWeightAveraging()]}),
+        ("swa", {"callbacks": [StochasticWeightAveraging(0.1)]}),
+    ],
+)
+def test_what_a_callback_would_refuse_beside_itself_takes_its_place(name: str, own: dict[str, Any]) -> None:
+    assert trainer_kwargs(name, **own) == own

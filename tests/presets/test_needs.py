@@ -7,7 +7,7 @@ import pytest
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.presets import needs
 from lightning_speedkit.presets.needs import missing_needs
-from tests.presets.machines import CPU, H100, T4, TWO_H100
+from tests.presets.machines import CPU, CPU_BF16, H100, T4, TWO_H100
 
 MPS = Hardware(accelerator="mps", device_name="Apple arm64", native_bf16=True)
 MI250 = Hardware(accelerator="cuda", device_name="MI250", capability=(9, 0), is_rocm=True, native_bf16=True)
@@ -21,6 +21,7 @@ MI250 = Hardware(accelerator="cuda", device_name="MI250", capability=(9, 0), is_
         ("capability>=8.0", (H100, CPU, MPS, MI250), (T4,)),
         ("capability>=7.5", (T4, H100), ()),
         ("capability>=10.0", (CPU,), (T4, H100)),
+        ("native-bf16", (CPU_BF16, T4, H100, MPS, MI250), (CPU,)),
         ("devices>=2", (TWO_H100, CPU), (H100, T4, MPS)),
         ("devices>=3", (CPU,), (TWO_H100,)),
     ],

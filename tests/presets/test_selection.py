@@ -53,9 +53,11 @@ def _conflicts_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> set[frozense
 _ON_ANY_MACHINE = {
     frozenset(pair)
     for pair in (
-        ("fp32", "bf16-mixed"),
-        ("fp32", "fp16-mixed"),
-        ("bf16-mixed", "fp16-mixed"),
+        *((full, low) for full in ("fp32", "tf32") for low in ("bf16-mixed", "bf16-true", "fp16-mixed", "fp8")),
+        *itertools.combinations(("bf16-mixed", "bf16-true", "fp16-mixed", "fp8"), 2),
+        ("compile", "compile-blocks"),
+        *itertools.combinations(("checkpoint-activations", "checkpoint-selective", "offload-activations"), 2),
+        ("largest-batch", "fastest-batch"),
         ("ddp", "ddp-static"),
         ("cpu", "single-gpu"),
         ("cpu", "multi-gpu"),
@@ -64,8 +66,13 @@ _ON_ANY_MACHINE = {
         ("guard-spikes", "guard-rollback"),
         ("ema", "swa"),
         *itertools.combinations(("accumulate-4", "accumulate-labels-4", "batch-256"), 2),
+        ("auto-micro-batch", "auto-micro-batch-labels"),
         *itertools.combinations(
-            ("adamw", "adam", "sgd-momentum", "adafactor", "muon", "adamw-8bit", "schedule-free"), 2
+            (
+                *("adamw", "adam", "sgd-momentum", "adafactor", "muon"),
+                *("adamw-8bit", "adamw-cpu-offload", "schedule-free"),
+            ),
+            2,
         ),
         *itertools.combinations(
             ("warmup-cosine", "one-cycle", "linear", "warmup-stable-decay", "inverse-sqrt", "reduce-on-plateau"), 2
@@ -77,10 +84,10 @@ _ON_ANY_MACHINE = {
 @pytest.mark.parametrize(
     ("machine", "auto_conflicts"),
     [
-        (CPU, ("bf16-mixed", "fp16-mixed")),
-        (CPU_BF16, ("fp32", "fp16-mixed")),
-        (T4, ("fp32", "bf16-mixed")),
-        (TWO_H100, ("fp32", "fp16-mixed")),
+        (CPU, ("bf16-mixed", "bf16-true", "fp16-mixed", "fp8")),
+        (CPU_BF16, ("fp32", "tf32", "bf16-true", "fp16-mixed", "fp8")),
+        (T4, ("fp32", "tf32", "bf16-mixed", "bf16-true", "fp8")),
+        (TWO_H100, ("fp32", "tf32", "bf16-true", "fp16-mixed", "fp8")),
     ],
 )
 def test_the_matrix_of_all_pairs(machine: Any, auto_conflicts: tuple[str, ...], monkeypatch: Any) -> None:
@@ -289,9 +296,15 @@ def test_the_machine_is_read_for_the_accelerator(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("machine", "lacking"),
     [
-        (CPU, {"fp16-mixed": 1, "single-gpu": 1, "multi-gpu": 1}),
+        (
+            CPU,
+            {
+                **dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp8"), 1),
+                **dict.fromkeys(("adamw-cpu-offload", "offload-activations", "single-gpu", "multi-gpu"), 1),
+            },
+        ),
         (H100, {"ddp": 1, "ddp-static": 1, "multi-gpu": 1}),
-        (T4, {"bf16-mixed": 1, "ddp": 1, "ddp-static": 1, "multi-gpu": 1}),
+        (T4, dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp8", "ddp", "ddp-static", "multi-gpu"), 1)),
         (TWO_H100, {}),
     ],
 )

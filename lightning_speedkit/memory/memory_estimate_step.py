@@ -1,0 +1,60 @@
+"""The loss of one batch: of a LightningModule's own step, or of a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["loss_of"]
+
+
+def loss_of(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The scalar to call ``backward`` on.
+
+    >>> loss_of(nn.Linear(2, 1), torch.zeros(4, 2), None).shape
+    torch.Size([])
+    """
+    step = getattr(module, "training_step", None)
+    if step is not None:
+        if loss is not None:
+            raise ValueError("loss belongs to a plain module; a LightningModule has its own in training_step.")
+        if not getattr(module, "automatic_optimization", True):
+            raise ValueError(
+                "The module optimizes manually, so that its steps cannot be told apart. Estimate its parts."
+            )
+        return _scalar(_of_lightning(step(batch, 0)), "training_step")
+    if loss is None:
+        outputs = [leaf for leaf in tree_leaves(_call(module, batch)) if _can_train(leaf)]
+        if not outputs:
+            raise ValueError("No output of the module needs a gradient, so that there is no backward pass to estimate.")
+        return torch.stack([output.float().mean() for output in outputs]).sum()
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        got = "a tensor" if isinstance(batch, Tensor) else type(batch).__name__
+        raise ValueError(f"With loss, batch is a pair of inputs and target, got {got}.")
+    return _scalar(loss(_call(module, batch[0]), batch[1]), "loss")
+
+
+def _call(module: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+
+
+def _of_lightning(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _scalar(value: Any, source: str) -> Tensor:
+    if not _can_train(value) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{source} returned {got}; a scalar that needs a gradient is wanted.")
+    scalar: Tensor = value
+    return scalar
+
+
+def _can_train(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
