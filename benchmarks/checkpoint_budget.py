@@ -14,13 +14,14 @@ sets of one cost that may be within the budget by two hundredths are then measur
 is within it is the best.
 
 At the end, for each budget: "met" if the planned set's peak by the allocator is within the budget, and its extra time
-no more than a twentieth above that of the best set. It takes about four minutes.
+no more than a twentieth above that of the best set. It takes some two minutes of one thread.
 
     python -m benchmarks.checkpoint_budget [--rounds 1] [--smoke]
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,7 +233,7 @@ def _bytes_of_blocks(model: nn.Module, paths: Sequence[str], run: Callable[[], A
     starts = [marks[f"start {place}"] for place in range(last + 1)] + [marks[f"end {last}"]]
     backwards = [int(times[-1]) + 1] + [marks[f"backward {place}"] for place in range(last + 1)]
     levels = numpy.array([at(time) for time in starts])
-    forward = [most(*border) - at(border[0]) for border in zip(starts, starts[1:], strict=False)]
+    forward = [most(*border) - at(border[0]) for border in itertools.pairwise(starts)]
     backward = [most(backwards[place + 1], backwards[place]) - levels[place] for place in range(last + 1)]
     head = most(starts[-1], backwards[-1]) - levels[-1]
     return _Bytes(numpy.diff(levels), numpy.maximum(forward, backward), levels[0], head)
@@ -312,7 +313,7 @@ def _alternately(
 def main() -> None:
     """Measure and write the results."""
     options = benchmark_arguments("Checkpointing under a memory budget against exhaustive search.", 1)
-    sizes: dict[str, Any] = {"depth": 12, "batch": 16, "steps": 15, "budgets": list(_BUDGETS)}
+    sizes: dict[str, Any] = {"depth": 12, "batch": 8, "steps": 15, "budgets": list(_BUDGETS)}
     if options.smoke:
         sizes = {"depth": 4, "batch": 2, "steps": 1, "budgets": [0.8]}
     content = run_benchmark(

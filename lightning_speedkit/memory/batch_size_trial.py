@@ -118,7 +118,8 @@ class Trial:
                 return loss
 
             trainer.strategy.optimizer_step(optimizer, closure, model=module)
-        module.on_train_batch_end(output, batch, index)
+        # Lightning hands on a dict, whatever training_step returned.
+        module.on_train_batch_end({"loss": output} if isinstance(output, Tensor) else output or {}, batch, index)
 
     def _validate(self, loaders: list[Any]) -> None:
         trainer, module = self._trainer, self._module

@@ -40,7 +40,7 @@ from lightning_speedkit.memory.recomputation import plain_class, recomputed_clas
 
 __all__ = ["CheckpointPlan", "budget_bytes", "checked_budget", "plan_checkpoints"]
 
-_TIMED_RUNS = 3
+_TIMED_RUNS = 5
 _MOST_TRIALS = 16  # sets that are measured before only those that are predicted to be safe are
 _OPTIMISM = 0.02  # of the peak: a set that is predicted so much above the budget is measured too
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

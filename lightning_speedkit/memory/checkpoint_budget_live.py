@@ -26,6 +26,7 @@ from typing_extensions import override
 __all__ = ["LiveBytes", "Pack", "StorageLife", "at_each_gradient", "measure_peak_bytes"]
 
 _CONVOLUTIONS: tuple[Any, Any] = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+_onednn_is_there: Callable[..., Any] = torch.backends.mkldnn.is_available
 _ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 _BETWEEN_RANKS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _EXCHANGE = (
@@ -206,7 +207,7 @@ def _bytes_inside(func: Any, args: Any, result: Any) -> int:
     The forward copies the input and the result, the first of which is gone when the result is laid out as usual; the
     backward copies the input and the gradient. Tensors in the layout ``channels_last`` are taken as they are.
     """
-    if func not in _CONVOLUTIONS or not torch.backends.mkldnn.is_available():
+    if func not in _CONVOLUTIONS or not _onednn_is_there():
         return 0
     backward = func is _CONVOLUTIONS[1]
     x, weight = args[1:3] if backward else args[:2]

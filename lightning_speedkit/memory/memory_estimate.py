@@ -23,8 +23,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 from lightning_speedkit.memory.checkpoint_budget_live import LiveBytes
 from lightning_speedkit.memory.memory_estimate_copy import (
@@ -167,20 +165,6 @@ def estimate_memory(
     )
 
 
-class _WithLayouts(LiveBytes):
-    """Also counts what oneDNN holds inside a convolution on a CPU: its largest tensor once more, in oneDNN's layout."""
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _CONVOLUTIONS:
-            tensors = [one for one in (*tree_leaves(args), *tree_leaves(result)) if isinstance(one, Tensor)]
-            if all(one.device.type == "cpu" for one in tensors):
-                self.peak = max(self.peak, self.now + max(one.nbytes for one in tensors))
-        return result
-
-
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 _Phase = Literal["forward", "backward", "optimizer step"]
 
 
@@ -196,7 +180,7 @@ def _run(
     lightning = hasattr(module, "training_step")
     autocast = torch.autocast(device.type, precision.autocast) if precision.autocast else contextlib.nullcontext()
     peaks: dict[_Phase, int] = {}
-    with _WithLayouts() as live:
+    with LiveBytes() as live:
         for _ in range(2):
             if not lightning:
                 module.zero_grad()
@@ -206,8 +190,9 @@ def _run(
             peaks["forward"], live.peak = live.peak, live.now
             if lightning:
                 module.zero_grad()
-            value.backward()
-            del value
+            go_back: Callable[[], None] = value.backward  # untyped in some torch versions
+            go_back()
+            del value, go_back
             peaks["backward"], live.peak = live.peak, live.now
             for one in optimizers:
                 one.step()

@@ -166,9 +166,9 @@ def leaves_no_trace() -> Iterator[None]:
     """
     host, read, write = read_host_random(), torch.get_rng_state, torch.set_rng_state
 
-    def set_state(state: Tensor) -> None:
+    def set_state(new_state: Tensor) -> None:
         with unset_fake_temporarily():
-            write(state)
+            write(new_state)
 
     def get_state() -> Tensor:
         with unset_fake_temporarily():

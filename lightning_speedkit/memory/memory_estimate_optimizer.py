@@ -12,7 +12,7 @@ from torch import nn
 
 __all__ = ["make_optimizers"]
 
-_CLASSES = {
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in inspect.getmembers(torch.optim, inspect.isclass)
     if issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer and name != "LBFGS"
@@ -51,7 +51,7 @@ def make_optimizers(
         configure = getattr(module, "configure_optimizers", None)
         return [torch.optim.AdamW(parameters)] if configure is None else _configured(configure)
     # On CUDA torch works on lists of tensors by default, but not for fakes, which are of another class.
-    on_cuda = {"foreach": True} if parameters[0].is_cuda and "foreach" in _arguments(name) else {}
+    on_cuda: dict[str, Any] = {"foreach": True} if parameters[0].is_cuda and "foreach" in _arguments(name) else {}
     if name == "sgd-momentum":
         return [torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **on_cuda)]
     return [_CLASSES[name](parameters, lr=1e-3, **on_cuda)]

@@ -11,15 +11,19 @@ from lightning_speedkit import (
     AutoMicroBatch,
     AverageWeights,
     BatchSizeSearch,
+    CacheRelease,
     ChannelsLast,
     CompileModel,
     Float8Precision,
     GradientClipping,
+    LeakMonitor,
     LoaderSettingsSearch,
     LRRangeTest,
     MatmulPrecision,
     NonFiniteGuard,
+    OOMSnapshot,
     OptimizerChoice,
+    PeakMemory,
     QuantizeOnFitEnd,
     RunRecorder,
     ScheduleChoice,
@@ -66,6 +70,11 @@ CALLBACKS = (
         neutral=Part(BatchSizeSearch, {"start": 4, "limit": 4}),
     ),
     Case(
+        "CacheRelease",
+        working=Part(CacheRelease, {"check_every": 2, "trim_host": True}),
+        neutral=Part(CacheRelease, {}),
+    ),
+    Case(
         "ChannelsLast",
         working=Part(ChannelsLast, {}),
         neutral=Part(ChannelsLast, {"check": False}),
@@ -86,6 +95,11 @@ CALLBACKS = (
         neutral=Part(LRRangeTest, {"steps": 5}),
     ),
     Case(
+        "LeakMonitor",
+        working=Part(LeakMonitor, {"warmup_steps": 0}),
+        neutral=Part(LeakMonitor, {}),
+    ),
+    Case(
         "LoaderSettingsSearch",
         working=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
         neutral=Part(LoaderSettingsSearch, {"seconds": 0.1, "max_workers": 1}),
@@ -102,9 +116,19 @@ CALLBACKS = (
         neutral=Part(NonFiniteGuard, {}),
     ),
     Case(
+        "OOMSnapshot",
+        working=Part(OOMSnapshot, {"largest": 3}),
+        neutral=Part(OOMSnapshot, {}),
+    ),
+    Case(
         "OptimizerChoice",
         working=Part(OptimizerChoice, {"optimizer": "schedule-free", "options": {"warmup_steps": 4}}),
         neutral=Part(OptimizerChoice, {"decay_all": True, "options": {"fused": False}}),
+    ),
+    Case(
+        "PeakMemory",
+        working=Part(PeakMemory, {}),
+        neutral=Part(PeakMemory, {}),
     ),
     Case(
         "QuantizeOnFitEnd",

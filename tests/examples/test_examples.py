@@ -15,15 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WORDS = {
-    "compile_and_channels_last.py": r"plain: 19 steps.*channels-last: 19 steps.*compiled: 19 steps.*net compiled in ",
     "command_line.py": ["fit", "--config", str(ROOT / "examples" / "command_line.yaml"), "--trainer.max_epochs", "1"],
     "find_learning_rate.py": ["--fast", "--plot", "../curve.svg"],
 }
 SAYS = {
     "big_batch_little_memory.py": r"1000 characters: .* at once: \d+\s.* differ by at most (0\.0e|[\d.]+e-0[6-9])",
+    "compile_and_channels_last.py": r"plain: 19 steps.*channels-last: 19 steps.*compiled: 19 steps.*net compiled in ",
     "command_line.py": r"GradientClipping, NonFiniteGuard, SpikeGuard, Opt.*, ScheduleChoice.*AdamW, fused: True.* 0\.",
     "find_learning_rate.py": r"suggestion 0\.0.*one rate: .*averaged.*schedule: .*schedule-free: validation loss \d",
-    "largest_batch.py": r"memory: batch size 64 of 8, 16, 32, 64\s.*throughput: batch size \d+ of 8, .* validation loss \d",
+    "largest_batch.py": r"memory: batch size 64 of 8, 16, 32, 64\s.*put: batch size \d+ of 8, .* validation loss \d",
+    "watch_memory.py": r"ended with: CUDA out of memory.*preset .*leak: Classifier\.losses: .*peak in validation",
     "train_stably.py": r"guarded: 7[0-3] steps, validation accuracy 0\.[89].* [1-9]\d* losses .* 3 gradients",
 }
 

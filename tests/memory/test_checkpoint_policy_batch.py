@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 from lightning_speedkit.memory import ActivationCheckpointing
 from lightning_speedkit.memory.batch_size import BatchSizeSearch
 from lightning_speedkit.memory.recomputation import Recomputed
+from tests.memory.scarce import quick_collections
 from tests.two_ranks import on_two_ranks
 
 
@@ -165,7 +166,8 @@ class Tried(BatchSizeSearch):
 def test_beside_a_search_for_the_batch_size_the_plan_is_for_the_size_found(order: int) -> None:
     for options, in_trials in (({"budget": 0.6}, False), ({}, True)):
         module, search, spy = Sized(), Tried(start=16, limit=32, steps=2), Spy()
-        _fit(module, *[search, ActivationCheckpointing("Block", **options), spy][::order], max_epochs=1)
+        with quick_collections():
+            _fit(module, *[search, ActivationCheckpointing("Block", **options), spy][::order], max_epochs=1)
         assert set(search.ran) == {(16, in_trials), (32, in_trials)}
         assert {size for size, _ in module.ran} == {32}
         assert module.ran[-1] == (32, True)

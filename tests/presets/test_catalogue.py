@@ -24,6 +24,7 @@ def test_the_catalogue_is_this() -> None:
         *("warmup-cosine", "one-cycle", "linear", "warmup-stable-decay", "inverse-sqrt", "reduce-on-plateau"),
         *("ema", "swa", "lr-range-test"),
         *("checkpoint-activations", "checkpoint-selective", "offload-activations", "largest-batch", "fastest-batch"),
+        *("watch-memory", "release-cache"),
         *("quantize-int8", "ddp", "ddp-static", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
