@@ -78,7 +78,7 @@ class _Keeps(Net):
 
 def leak_monitor(run: CaseRun) -> None:
     """A run that keeps a tensor of each batch on the device is found; the same run without that is not."""
-    steps = run.pick(200, 320)
+    steps = run.pick(320, 320)
     for what, wanted in (("tensors", True), ("nothing", False))[: run.pick(1, None)]:
         net, data = net_and_rows(run, steps, rows=4, width=64)
         monitor = LeakMonitor()

@@ -24,7 +24,7 @@ __all__ = [
     "split_names",
 ]
 
-_UNKNOWN = re.compile(r"(?:[Oo]ption '|option: --|arguments: --)([\w.-]+)")  # as jsonargparse tells of one
+_UNKNOWN = re.compile(r"(?:[Oo]ption '|option: --|arguments: --|[Kk]ey ')([\w.-]+)")  # as jsonargparse tells of one
 _READ_BY_PRESETS = ("accelerator", "strategy", "num_nodes")  # they matter whether or not a preset sets them
 _ONE_THING_IN_TWO_WAYS: Mapping[str, tuple[Any, Any]] = {  # an argument, and a plugin or callback that sets the same
     "precision": ("32-true", "64-true"),

@@ -82,6 +82,7 @@ class Trial:
 
     def _train(self, batches: Iterator[Any]) -> None:
         module, scaler = self._module, getattr(self._trainer.precision_plugin, "scaler", None)
+        module.on_fit_start()  # Lightning calls it after the callbacks' own, in which this runs
         module.on_train_start()
         module.on_train_epoch_start()
         done = skipped = 0

@@ -2,13 +2,12 @@
 
 What it does: calls ``training_step`` and the backward on the batch in progress as often as the plan asks for, and puts
 back what they change besides buffers, gradients and random state, which the plan itself restores: what is logged is
-dropped, and metrics, attributes of the modules, and the batch are as before.
-What it costs: the steps of the plan, once per fit.
+dropped, and parameters, metrics, attributes of the modules, and the batch are as before.
+What it costs: the steps of the plan, once per fit, and a copy of the weights on the host meanwhile.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,16 +17,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torchmetrics import Metric
 
+from lightning_speedkit.memory.batch_size_kept import Kept
 from lightning_speedkit.memory.checkpoint_budget import CheckpointPlan, plan_checkpoints
 from lightning_speedkit.memory.checkpoint_policy_refusals import holds_sync_batch_norm
 
 __all__ = ["plan_for_batch", "refuse_budget"]
 
-_TORCH_S_OWN = ("_parameters", "_buffers", "_modules")
+_RESTORED = ("_buffers", "_modules")  # by the plan itself
 
 
 def refuse_budget(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -98,42 +97,11 @@ def _run_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
 
 @contextmanager
 def _untouched(module: pl.LightningModule) -> Iterator[None]:
-    found = [(inner, _attributes(inner)) for inner in module.modules()]
+    kept = Kept()
+    for inner in module.modules():
+        kept.attributes(inner, skip=_RESTORED)  # parameters too: a step may average them into a second network
     vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     try:
         yield
     finally:
-        for inner, attributes in found:
-            now = vars(inner)
-            for name in set(now) - set(attributes) - set(_TORCH_S_OWN):
-                del now[name]
-            now.update({name: value() for name, value in attributes.items()})
-
-
-def _attributes(module: nn.Module) -> dict[str, Callable[[], Any]]:
-    states = module.metric_state if isinstance(module, Metric) else {}
-    return {name: _as_found(value, name in states) for name, value in vars(module).items() if name not in _TORCH_S_OWN}
-
-
-def _as_found(value: Any, is_state: bool) -> Callable[[], Any]:
-    """Gives the attribute back: lists and dicts with what they hold now, the state of a metric as a copy."""
-    if type(value) is list:
-        return functools.partial(_refill_list, value, list(value))
-    if type(value) is dict:
-        return functools.partial(_refill_dict, value, dict(value))
-    if is_state and isinstance(value, Tensor):
-        with torch.no_grad():
-            copy = value.detach().clone()
-        return lambda: copy
-    return lambda: value
-
-
-def _refill_list(value: list[Any], held: list[Any]) -> list[Any]:
-    value[:] = held
-    return value
-
-
-def _refill_dict(value: dict[Any, Any], held: dict[Any, Any]) -> dict[Any, Any]:
-    value.clear()
-    value.update(held)
-    return value
+        kept.finish()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 __all__ = ["find_object", "find_path", "find_tensors", "newest_of"]
@@ -61,7 +62,7 @@ def newest_of(kind: type) -> list[Any]:
 def find_tensors(kind: str, kind_of: Callable[[Tensor], str | None]) -> list[Tensor]:
     """Up to eight of the tensors made last of which ``kind_of`` says that they are of that kind."""
     objects = gc.get_objects()
-    tensors = (thing for thing in reversed(objects) if issubclass(type(thing), Tensor))
+    tensors = (thing for thing in reversed(objects) if issubclass(type(thing), Tensor) and not is_lazy(thing))
     return list(itertools.islice((tensor for tensor in tensors if kind_of(tensor) == kind), 8))
 
 

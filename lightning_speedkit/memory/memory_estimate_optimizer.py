@@ -27,13 +27,18 @@ def make_optimizers(
 
     Raises:
         ValueError: If a name is unknown, or ``configure_optimizers`` needs a trainer.
-        TypeError: If a function returns something else.
+        TypeError: If it is neither a name nor a function, or a function returns something else.
 
     >>> make_optimizers(nn.Linear(2, 2), "adamw")[0].__class__.__name__
     'AdamW'
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not isinstance(optimizer, str):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer is a name such as 'adamw', or a function from parameters to an optimizer; "
+                f"got {type(optimizer).__name__}. For no optimizer give 'none'."
+            )
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise TypeError(

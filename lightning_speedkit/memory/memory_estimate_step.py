@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +27,8 @@ def loss_of(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | 
             raise ValueError(
                 "The module optimizes manually, so that its steps cannot be told apart. Estimate its parts."
             )
-        return _scalar(_of_lightning(step(batch, 0)), "training_step")
+        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return _scalar(_of_lightning(step(batch, 0) if takes_index else step(batch)), "training_step")
     if loss is None:
         outputs = [leaf for leaf in tree_leaves(_call(module, batch)) if _can_train(leaf)]
         if not outputs:

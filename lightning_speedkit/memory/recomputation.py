@@ -21,6 +21,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
@@ -143,15 +144,27 @@ def _run_eagerly(
     # Torch gets the tensors one by one, which makes it keep the random state of all their devices and raise if one is
     # overwritten before the backward. Keywords would be mistaken for options of its own.
     values, structure = tree_flatten((args, kwargs))
+    beside = _tensors_beside(module, values)
     first = [(args, kwargs)]  # let go of in the first run: a list that gathers outputs would never be freed
     bits = module in _DRAW
     replay = _Replay(module, KeptOutputs(policy.keep, bits) if policy.keep or bits else None)
 
     def call(*values: Any) -> Any:
-        args, kwargs = first.pop() if first else tree_unflatten(values, structure)
+        args, kwargs = first.pop() if first else tree_unflatten(values[: len(values) - len(beside)], structure)
         return run(*args, **kwargs)
 
-    return checkpoint(call, *values, use_reentrant=False, context_fn=lambda: (replay.remembering(), replay))
+    return checkpoint(call, *values, *beside, use_reentrant=False, context_fn=lambda: (replay.remembering(), replay))
+
+
+def _tensors_beside(module: nn.Module, values: list[Any]) -> list[Tensor]:
+    """What torch does not see in the arguments: tensors of dataclasses, and on which device the module draws."""
+    fields = (vars(value) for value in values if is_dataclass(value) and hasattr(value, "__dict__"))
+    found = [tensor for of in fields for tensor in tree_leaves(of) if isinstance(tensor, Tensor)]
+    if not any(isinstance(value, Tensor) for value in (*values, *found)):
+        own = next(module.parameters(), None)
+        if own is not None and not is_lazy(own) and own.device.type != "cpu":
+            found.append(torch.empty(0, device=own.device))
+    return found
 
 
 def _offload(

@@ -46,10 +46,14 @@ def to_channels_last_(model: nn.Module) -> tuple[str, ...]:
 
 
 def to_plain_format_(model: nn.Module, paths: tuple[str, ...]) -> None:
-    """Lays out the weights at these paths in the plain order again, in place, and their gradients."""
+    """Lays out the weights at these paths in the plain order again, in place, and their gradients.
+
+    A path at which there is no such layer any more, because it was replaced, is passed over.
+    """
+    found = dict(model.named_modules(remove_duplicate=False))
     for path in paths:
-        weight = model.get_submodule(path).weight
-        if isinstance(weight, Tensor):
+        weight = getattr(found.get(path), "weight", None)
+        if isinstance(weight, nn.Parameter):
             weight.data = weight.data.contiguous()
             if weight.grad is not None:
                 weight.grad = weight.grad.contiguous()
@@ -94,7 +98,8 @@ def watch_formats(model: nn.Module, found: list[str]) -> list[RemovableHandle]:
 
 def _has_plain_weight(module: nn.Module) -> bool:
     weight = module.weight
-    if not isinstance(weight, Tensor) or nn.parameter.is_lazy(weight):
+    # a weight that is computed anew at each call (weight norm, pruning) would not keep its layout
+    if not isinstance(weight, nn.Parameter) or nn.parameter.is_lazy(weight):
         return False
     return not weight.is_contiguous(memory_format=torch.channels_last) and weight.is_contiguous()
 

@@ -84,12 +84,12 @@ def compile_modules(
     return paths
 
 
-def uncompile_modules(model: nn.Module) -> tuple[str, ...]:
-    """Undoes :func:`compile_modules` and returns the paths that it changed."""
+def uncompile_modules(model: nn.Module, log: CompileLog | None = None) -> tuple[str, ...]:
+    """Undoes :func:`compile_modules`, or those calls of it that were given ``log``; returns the paths it changed."""
     changed = []
     for path, module in model.named_modules():
         call = vars(module).get("_compiled_call_impl")
-        if isinstance(call, CompiledCall):
+        if isinstance(call, CompiledCall) and (log is None or call.log is log):
             del module._compiled_call_impl
             call.log.stop()
             changed.append(path)
@@ -245,6 +245,6 @@ class CompileModel(Callback):
     def _undo(self, pl_module: pl.LightningModule) -> None:
         if self._paths and self._report is None:
             self._finish()
-        uncompile_modules(pl_module)
+        uncompile_modules(pl_module, self._log)
         self._log.stop()
         self._paths = ()

@@ -31,7 +31,10 @@ _QUIET: dict[str, Any] = {
     "enable_model_summary": False,
 }
 _ACCUMULATION = "lightning_speedkit.optimize.AccumulationScheduler"
-_GPU = ("fp16-mixed", "single-gpu", "multi-gpu")
+_GPU = {
+    **dict.fromkeys(("fp16-mixed", "single-gpu", "multi-gpu"), "a GPU"),
+    **dict.fromkeys(("tf32", "fp8", "adamw-cpu-offload", "offload-activations"), "a CUDA device"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +171,7 @@ def test_the_yaml_of_every_preset(
         with pytest.raises(SystemExit) as raised:
             _cli(["--config", "run.yaml"], trainer_defaults={"accelerator": "auto"})
         assert raised.value.code == 2
-        assert f"'{name}' needs a GPU" in capsys.readouterr().err
+        assert f"'{name}' needs {_GPU[name]}" in capsys.readouterr().err
         return
     cli = _cli(["--config", "run.yaml"])
     assert _described(cli.trainer) == _described(Trainer(**presets.trainer_kwargs(name, **_QUIET)))

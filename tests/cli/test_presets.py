@@ -44,11 +44,19 @@ def _table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("machine", "lacking"),
     [
-        (CPU, {"fp16-mixed": "a GPU", "single-gpu": "a GPU", "multi-gpu": "a GPU"}),
+        (
+            CPU,
+            {
+                **dict.fromkeys(("fp16-mixed", "single-gpu", "multi-gpu"), "a GPU"),
+                **dict.fromkeys(("tf32", "fp8", "adamw-cpu-offload", "offload-activations"), "a CUDA device"),
+                **dict.fromkeys(("bf16-mixed", "bf16-true"), "a device that computes bfloat16 natively"),
+            },
+        ),
         (
             T4,
             {
-                "bf16-mixed": "compute capability 8.0 or higher",
+                **dict.fromkeys(("tf32", "bf16-mixed", "bf16-true"), "compute capability 8.0 or higher"),
+                "fp8": "compute capability 8.9 or higher",
                 "ddp": "2 devices or more",
                 "ddp-static": "2 devices or more",
                 "multi-gpu": "2 devices or more",

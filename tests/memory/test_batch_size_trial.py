@@ -149,6 +149,20 @@ def test_a_size_of_few_batches_goes_round_and_no_batch_is_no_trial() -> None:
         new_trainer(_OneTrial(2), max_epochs=1, limit_val_batches=0).fit(Net(), Empty(25))
 
 
+class _Prepared(Net):
+    def on_fit_start(self) -> None:
+        self.factor = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx)["loss"] * self.factor}
+
+
+def test_what_the_module_makes_when_the_fit_starts_is_there() -> None:
+    search = BatchSizeSearch()
+    fit(search, _Prepared(13), max_epochs=1)
+    assert search.batch_size == 13
+
+
 class _Manual(Net):
     automatic_optimization = False  # type: ignore[assignment]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,6 +132,29 @@ def test_a_second_fit_plans_anew() -> None:
     for spy, plan in zip(spies, plans, strict=True):  # they may differ, since seconds do
         assert spy.in_batch == {plan.paths} != {()}
         assert plan.peak_bytes <= 0.6 * plan.plain_peak_bytes
+
+
+class Stateful(Module):
+    """Also averages its weights, and counts in a tensor that is no buffer, in a nested list and in a deque."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(8, 1).requires_grad_(False)
+        self.count, self.nested, self.recent = torch.zeros(1), {"steps": [0]}, deque[int]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.average.weight.data.lerp_(torch.ones(1, 8), 0.1)
+        self.count += 1
+        self.nested["steps"][0] += 1
+        self.recent.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_the_step_writes_elsewhere_is_as_without_a_budget() -> None:
+    plain, planned = Stateful(), Stateful()
+    assert _same(_fit(plain), _fit(planned, ActivationCheckpointing("Block", budget=0.6)))
+    for module in (plain, planned):
+        assert (module.count.item(), module.nested, list(module.recent)) == (8, {"steps": [8]}, [0, 1, 2, 3] * 2)
 
 
 class Sized(Module):

@@ -67,3 +67,9 @@ def test_a_configuration_that_needs_a_trainer_is_told() -> None:
     with pytest.raises(ValueError, match=r"cannot run without a trainer: .* Name an optimizer, for example 'adamw'"):
         make_optimizers(model, "auto")
     assert len(make_optimizers(model, "adamw")) == 1
+
+
+def test_what_is_neither_a_name_nor_a_function_is_told() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"a function from parameters to an optimizer; got SGD\. .* give 'none'"):
+        make_optimizers(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]

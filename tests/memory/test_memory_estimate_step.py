@@ -52,6 +52,15 @@ def test_the_step_of_a_lightning_module_returns_a_loss_or_a_dict() -> None:
     assert loss_of(_Steps({"loss": ONE, "more": 1}), None, None) is ONE
 
 
+class _WithoutNumber(nn.Module):
+    def training_step(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_step_need_not_take_the_number_of_the_batch() -> None:
+    assert loss_of(_WithoutNumber(), ONE, None) is ONE
+
+
 @pytest.mark.parametrize(
     ("returned", "got"),
     [

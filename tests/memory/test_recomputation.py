@@ -10,7 +10,9 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -479,7 +481,14 @@ def test_a_container_that_changes_between_forward_and_backward(how: str) -> None
     assert _equal(_train(plain), _train(checkpointed))
 
 
-@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: ({"x": [x]},)])
+@dataclass
+class Holder:
+    held: Any
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: ({"x": [x]},), lambda x: Holder({"x": [x]})]
+)
 def test_a_tensor_in_a_container_that_is_overwritten_is_an_error(wrap: Callable[[Tensor], Any]) -> None:
     class First(nn.Module):
         def __init__(self) -> None:
@@ -487,6 +496,7 @@ def test_a_tensor_in_a_container_that_is_overwritten_is_an_error(wrap: Callable[
             self.linear = nn.Linear(4, 4)
 
         def forward(self, nested: Any) -> Tensor:
+            nested = nested.held if isinstance(nested, Holder) else nested
             while not isinstance(nested, Tensor):
                 nested = nested["x"] if isinstance(nested, dict) else nested[0]
             return self.linear(torch.relu(nested))
@@ -498,6 +508,21 @@ def test_a_tensor_in_a_container_that_is_overwritten_is_an_error(wrap: Callable[
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+
+
+def test_torch_is_told_on_which_device_to_keep_the_random_state() -> None:
+    # It looks at the arguments, of which none may be a tensor that it sees.
+    class Noise(nn.Linear):
+        def forward(self, size: Any) -> Tensor:
+            return super().forward(torch.ones(*size, device=self.weight.device))
+
+    module = Noise(4, 4, device="meta")
+    module.__class__ = recomputed_class(Noise)
+    with patch("lightning_speedkit.memory.recomputation.checkpoint") as spy:
+        module(range(2, 5, 2))
+        module(torch.ones(2, device="meta"))
+    seen = [[one.device.type for one in call.args[1:] if isinstance(one, Tensor)] for call in spy.call_args_list]
+    assert seen == [["meta"], ["meta"]]
 
 
 def test_a_list_that_gathers_the_outputs_is_freed() -> None:

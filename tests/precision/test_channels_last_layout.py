@@ -128,3 +128,16 @@ def test_what_holds_convolutions() -> None:
 
 def _weights(model: nn.ModuleDict) -> dict[str, Any]:
     return {name: layer.weight for name, layer in model.items() if not nn.parameter.is_lazy(layer.weight)}
+
+
+def test_a_layer_that_was_replaced_is_passed_over() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    paths = to_channels_last_(model)
+    model[0] = nn.Identity()
+    to_plain_format_(model, (*paths, "gone.0"))
+    assert model[1].weight.is_contiguous()
+
+
+def test_a_weight_that_is_computed_at_each_call_is_left_out() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
+    assert to_channels_last_(model) == ("1",)

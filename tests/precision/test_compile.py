@@ -293,3 +293,12 @@ def test_two_ranks_train_as_without() -> None:
     for compiled, plain, graphs in on_two_ranks(_on_a_rank):
         assert graphs > 0
         torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+
+
+def test_a_run_leaves_alone_what_the_caller_has_compiled() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    compile_modules(model, "0", backend="eager")
+    log = CompileLog()
+    compile_modules(model, "2", backend="eager", log=log)
+    assert uncompile_modules(model, log) == ("2",)
+    assert uncompile_modules(model) == ("0",)
