@@ -14,7 +14,8 @@ sets of one cost that may be within the budget by two hundredths are then measur
 is within it is the best.
 
 At the end, for each budget: "met" if the planned set's peak by the allocator is within the budget, and its extra time
-no more than a twentieth above that of the best set. It takes some two minutes of one thread.
+no more than a twentieth above that of the best set. A budget that no set keeps is no failure: then the line says
+"impossible", and the least peak of all sets, measured with the whole batch for those of the lowest reckoned peaks.
 
     python -m benchmarks.checkpoint_budget [--rounds 1] [--smoke]
 """
@@ -39,13 +40,14 @@ from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 from lightning_speedkit.memory import checkpoint_modules, uncheckpoint_modules
 from lightning_speedkit.memory.checkpoint_budget import plan_checkpoints
 
-__all__ = ["Inverted", "allocated_peak", "best_set", "measure", "peaks_of_all_sets", "verdicts"]
+__all__ = ["Inverted", "allocated_peak", "best_set", "least_peak", "measure", "peaks_of_all_sets", "verdicts"]
 
 _FUNCTION = "benchmarks.checkpoint_budget:measure"
-_BUDGETS = (0.8, 0.6, 0.4, 0.3)
+_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2)
 _NEAR = 1.02  # of the budget: a set whose reckoned peak is below is measured
-_TRIES = 3  # sets of one cost that are measured, those of the lowest reckoned peaks
+_TRIES = 3  # sets of one cost, and of all, that are measured: those of the lowest reckoned peaks
 _MARK = "border "
+_LEAST = "least peak of all sets over plain, allocator"
 
 
 class Inverted(nn.Module):
@@ -110,7 +112,7 @@ def measure(name: str, depth: int, batch: int, steps: int, budgets: Sequence[flo
                 known[chosen] = allocated_peak(run) / plain
         return known[chosen]
 
-    metrics: dict[str, float] = {"sets": len(table)}
+    metrics = {"sets": len(table), _LEAST: least_peak(paths, table, reckoned, fraction)}
     for budget in budgets:
         at = f"{budget:.0%}"
         best = best_set(seconds, table, reckoned / plain, fraction, budget)
@@ -148,8 +150,9 @@ def verdicts(metrics: Mapping[str, float], budgets: Sequence[float] = _BUDGETS) 
     for budget in budgets:
         at = f"{budget:.0%}"
         if not metrics[f"{at}: plan found"]:
-            possible = metrics[f"{at}: best set found"]
-            lines.append(f"{at}: " + ("NOT MET, no plan, but a set within" if possible else "met, no set is within"))
+            possible = metrics[f"{at}: best set found"] or metrics[_LEAST] <= budget
+            least = f"least is {metrics[_LEAST]:.1%} of plain"
+            lines.append(f"{at}: NOT MET, no plan, but {least}" if possible else f"{at}: impossible: {least}, no plan")
             continue
         peak = metrics[f"{at}: peak of plan over plain, allocator"]
         extra = metrics.get(f"{at}: extra time over the best's", 1.0)
@@ -177,6 +180,17 @@ def best_set(
         if fraction(chosen) <= budget:
             return chosen
     return None
+
+
+def least_peak(
+    paths: Sequence[str],
+    table: NDArray[numpy.bool_],
+    reckoned: NDArray[numpy.float64],
+    fraction: Callable[[tuple[str, ...]], float],
+) -> float:
+    """The least that is measured, among the sets of the lowest reckoned peaks, the smallest sets first."""
+    rows = numpy.lexsort((table.sum(axis=1), reckoned))[:_TRIES]
+    return min(fraction(tuple(path for path, taken in zip(paths, table[row], strict=True) if taken)) for row in rows)
 
 
 def peaks_of_all_sets(

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-__all__ = ["batch_of_loader", "forget_train_loaders", "loader_owner", "made_train_loader", "made_val_loaders"]
+__all__ = ["forget_train_loaders", "loader_owner", "made_train_loader", "made_val_loaders"]
 
 
 def loader_owner(trainer: pl.Trainer) -> pl.LightningModule | pl.LightningDataModule | None:
@@ -72,13 +72,3 @@ def forget_train_loaders(trainer: pl.Trainer) -> bool:
         loop._data_fetcher.teardown()
     loop._combined_loader = loop._data_fetcher = None
     return True
-
-
-def batch_of_loader(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
-    """A batch of a loader as the step gets it: after the precision's and the user's hooks, on the device.
-
-    Calls ``LightningModule._on_before_batch_transfer``.
-    """
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)

@@ -106,11 +106,11 @@ class _BatchesAlone:
         return (batch for batch, *_ in islice(self.loader, most))
 
 
-def batch_on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """A batch of a loader as ``training_step`` gets it: after the precision's and the user's hooks, on the device.
+def batch_on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """A batch of a loader as the step gets it: after the precision's and the user's hooks, on the device.
 
     Calls ``LightningModule._on_before_batch_transfer``.
     """
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)

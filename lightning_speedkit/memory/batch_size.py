@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_speedkit.measure.learning_rates import scale_rates
 from lightning_speedkit.measure.lightning_batch_size import (
     forget_train_loaders,
     loader_owner,
@@ -42,7 +43,7 @@ from lightning_speedkit.memory.batch_size_loaders import (
     size_of_loaders,
     size_of_owner,
 )
-from lightning_speedkit.memory.batch_size_rate import RULES, rate_factor, scale_rates
+from lightning_speedkit.memory.batch_size_rate import RULES, rate_factor
 from lightning_speedkit.memory.batch_size_run import refuse, trials
 from lightning_speedkit.memory.batch_size_trial import Trial
 
@@ -58,7 +59,8 @@ class BatchSizeSearch(Callback):
 
     Args:
         start: The first size that is tried, in samples per rank.
-        limit: No larger size; by default the samples that a rank has.
+        limit: No larger size; by default the samples that a rank has. Needed for a dataset without length; if that ends
+            before a batch is full, the size does not count as tried.
         target: ``"memory"`` for the largest size, ``"throughput"`` for the smallest whose samples per second are within
             5 % of the best, among those tried.
         margin: Trials use batches that are larger by this part, 0.1 for a tenth: room for samples of unlike size.
@@ -219,6 +221,12 @@ class BatchSizeSearch(Callback):
     def _tell(self, trainer: pl.Trainer, before: int, found: FoundBatchSize, made: bool) -> None:
         size = found.batch_size
         rank_zero_info(f"BatchSizeSearch: {size} samples per batch, {before} before.\n{trial_table(found.trials)}")
+        ended = [trial.size for trial in found.trials if trial.failed_in == "loading"]
+        if ended:
+            rank_zero_warn(
+                f"BatchSizeSearch got no whole batch of {min(ended)} samples: the stream is too short. It takes "
+                f"{size}, which was tried; a larger one may have room."
+            )
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         if made and schedulers:
             rank_zero_warn(

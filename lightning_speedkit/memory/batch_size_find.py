@@ -45,7 +45,8 @@ class BatchSizeTrial:
         size: Samples per batch, on each rank.
         samples: Samples that were really in a batch: ``size`` and the margin.
         fits: Whether everything ran.
-        failed_in: ``"training"`` or ``"validation"`` if memory ran out there, else empty.
+        failed_in: ``"training"`` or ``"validation"`` if memory ran out there, ``"loading"`` if a dataset without length
+            had no whole batch of that size, else empty.
         seconds: Of the fastest training step after the first one, without loading; ``None`` if it does not fit.
         peak_bytes: The most that the device's allocator gave out; ``None`` where there is none that counts, as on CPUs.
     """
@@ -142,6 +143,7 @@ def search_sizes(
 
     Raises:
         torch.OutOfMemoryError: Not even one sample fits.
+        ValueError: There is not even one sample.
     """
     trials: list[BatchSizeTrial] = []
 
@@ -162,6 +164,8 @@ def search_sizes(
             largest = size
         else:
             too_large = size
+    if largest == 0 and trials[-1].failed_in == "loading":
+        raise ValueError("There are no training batches, so batch sizes cannot be tried.")
     if largest == 0:
         raise torch.OutOfMemoryError(
             f"Not even a batch of {trials[-1].samples} fits: memory ran out in {trials[-1].failed_in}. Free memory on "
@@ -216,7 +220,8 @@ def trial_table(trials: Sequence[BatchSizeTrial]) -> str:
     """
     lines = ["batch size  fits                 seconds/step  samples/s  peak MiB"]
     for trial in trials:
-        fits = "yes" if trial.fits else f"not in {trial.failed_in}"
+        failed = "no whole batch" if trial.failed_in == "loading" else f"not in {trial.failed_in}"
+        fits = "yes" if trial.fits else failed
         seconds = "-" if trial.seconds is None else f"{trial.seconds:.6f}"
         rate = f"{trial.samples_per_second:,.0f}" if trial.fits else "-"
         peak = "-" if trial.peak_bytes is None else f"{trial.peak_bytes / 2**20:,.1f}"

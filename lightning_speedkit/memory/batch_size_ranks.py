@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from lightning_speedkit.measure.host_group import HostGroup
 
 __all__ = ["FAILED", "FITS", "NO_ROOM", "Ranks"]
 
@@ -12,7 +10,7 @@ FITS, NO_ROOM, FAILED = 0.0, 1.0, 2.0
 
 
 class Ranks:
-    """Numbers exchanged over gloo, in a group of their own, so that no device waits; alone it does nothing.
+    """Numbers exchanged over the host, so that no device waits; alone it does nothing.
 
     To be made and closed on all ranks at the same point.
 
@@ -21,7 +19,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._group: Any = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+        self._group = HostGroup("while batch sizes were tried") if world_size > 1 else None
 
     def largest(self, numbers: list[float]) -> list[float]:
         """The largest over ranks, at each position; waits for all ranks.
@@ -29,19 +27,10 @@ class Ranks:
         Raises:
             RuntimeError: Another rank is gone.
         """
-        if self._group is None:
-            return numbers
-        found = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        try:
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Another rank ended while batch sizes were tried; its own message says why. Here: {error}"
-            ) from error
-        return [float(number) for number in found]
+        return numbers if self._group is None else self._group.largest(numbers)
 
     def close(self) -> None:
         """Leave the group."""
-        if self._group is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(self._group)
+        if self._group is not None:
+            self._group.close()
         self._group = None

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_speedkit.measure.kept_state import GENERATORS, KeptState
 from lightning_speedkit.measure.out_of_memory import release_memory
-from lightning_speedkit.memory.batch_size_kept import GENERATORS, Kept
 from lightning_speedkit.memory.batch_size_ranks import Ranks
 
 __all__ = ["refuse", "trials"]
@@ -46,7 +46,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 @contextmanager
-def trials(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[Kept, Ranks]]:
+def trials(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[KeptState, Ranks]]:
     """Keep what a trial changes, and turn off what would tell of it or make ranks wait for each other."""
     with ExitStack() as stack:
         ranks = Ranks(trainer.world_size)
@@ -62,14 +62,14 @@ def trials(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[Ke
         for name in ("log", "log_dict"):  # outside of Lightning's loops they raise
             setattr(module, name, lambda *_, **__: None)
             stack.callback(delattr, module, name)
-        kept = Kept()
+        kept = KeptState()
         stack.callback(kept.finish)
         _keep_run(kept, trainer, module)
         stack.enter_context(torch.enable_grad())
         yield kept, ranks
 
 
-def _keep_run(kept: Kept, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _keep_run(kept: KeptState, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     kept.random_states()
     kept.module(module)
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +17,12 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_speedkit.measure.lightning_batch_size import batch_of_loader, made_train_loader, made_val_loaders
+from lightning_speedkit.measure.lightning_batch_size import made_train_loader, made_val_loaders
+from lightning_speedkit.measure.lightning_loaders import batch_on_device
 from lightning_speedkit.measure.out_of_memory import is_out_of_memory, release_memory
 from lightning_speedkit.memory.batch_size_find import BatchSizeTrial, peak_bytes, start_peak, wait_for
 from lightning_speedkit.memory.batch_size_ranks import FAILED, FITS, NO_ROOM, Ranks
+from lightning_speedkit.memory.batch_size_stream import NoWholeBatch, only_whole_batches
 
 __all__ = ["Trial"]
 
@@ -51,11 +53,15 @@ class Trial:
         self._seconds = []
         loader, checked = made_train_loader(self._trainer), made_val_loaders(self._trainer)
         full = self._steps if at_hand is None else max(1, at_hand // samples)
-        phases = {"training": lambda: self._train(_again_and_again(loader, full))}
+        batches, first = _again_and_again(loader, full), list[Any]()
+        phases: dict[str, Callable[[], None]] = {}
+        if only_whole_batches(loader):
+            phases |= {"loading": lambda: first.append(next(batches))}
+        phases |= {"training": lambda: self._train(chain(first, batches))}
         if checked:
             phases |= {"validation": lambda: self._validate(checked), "validation ": self._end_validation}
         try:
-            failed = next((name.strip() for name, phase in phases.items() if not self._fits(phase)), "")
+            failed = next((name.strip() for name, phase in phases.items() if not self._fits(name, phase)), "")
         finally:
             loader.reset()
         if failed:
@@ -65,13 +71,14 @@ class Trial:
         seconds, most = self._ranks.largest([min(self._seconds[1:]), float(peak or 0)])
         return BatchSizeTrial(size, samples, True, "", seconds, None if peak is None else int(most))
 
-    def _fits(self, phase: Callable[[], None]) -> bool:
+    def _fits(self, name: str, phase: Callable[[], None]) -> bool:
         """Whether a phase has room on all ranks; an error that means something else ends all of them."""
         state, failure = FITS, None
         try:
             phase()
         except Exception as error:
-            state = NO_ROOM if is_out_of_memory(error) else FAILED
+            ended = name == "loading" and isinstance(error, NoWholeBatch)  # the stream, before a batch was full
+            state = NO_ROOM if ended or is_out_of_memory(error) else FAILED
             failure = error if state == FAILED else None
         (worst,) = self._ranks.largest([state])
         if failure is not None:
@@ -87,8 +94,9 @@ class Trial:
         module.on_train_epoch_start()
         done = skipped = 0
         while done < self._steps:
+            batch = next(batches)
             begin, scale = time.perf_counter(), scaler.get_scale() if scaler is not None else 0.0
-            self._step(next(batches), done + skipped)
+            self._step(batch, done + skipped)
             wait_for(self._device)
             if scaler is not None and scaler.get_scale() < scale and skipped < _SKIPPED:
                 skipped += 1  # the optimizer has made no step, so it has no state yet
@@ -98,7 +106,7 @@ class Trial:
 
     def _step(self, batch: Any, index: int) -> None:
         trainer, module = self._trainer, self._module
-        batch = batch_of_loader(trainer, batch)
+        batch = batch_on_device(trainer, batch)
         module.on_train_batch_start(batch, index)
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         arguments = (batch, index) if takes_index else (batch,)
@@ -133,7 +141,7 @@ class Trial:
             module.on_validation_epoch_start()
             for place, loader in enumerate(loaders):
                 for index, batch in enumerate(islice(loader, _VALIDATED)):
-                    moved = batch_of_loader(trainer, batch, place)
+                    moved = batch_on_device(trainer, batch, place)
                     which = (place,) if several else ()  # of hooks too, which may not take it
                     module.on_validation_batch_start(moved, index, *which)
                     output = trainer.strategy.validation_step(moved, *([index] if takes_index else []), *which)
@@ -156,4 +164,4 @@ def _again_and_again(loader: Any, full: int) -> Iterator[Any]:
             found = True
             yield batch
         if not found:
-            raise ValueError("There are no training batches, so batch sizes cannot be tried.")
+            raise NoWholeBatch("There are no training batches, so batch sizes cannot be tried.")

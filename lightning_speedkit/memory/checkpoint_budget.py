@@ -9,7 +9,8 @@ The peak is of what a forward and backward hold at once beyond weights, buffers,
 On a CUDA device the allocator tells it, elsewhere an exact count of living storages, temporary ones included.
 
 When it helps: there is a certain amount of memory, and recomputing everything would cost more time than needed.
-What it costs: about ten to twenty steps once, some of them slowed down by counting.
+What it costs: about ten to twenty steps once, some of them slowed down by counting, and meanwhile a copy of the weights
+in the memory of the host.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Herrmann et al., Optimal Checkpointing for
 Heterogeneous Chains, 2019, where the peak is the limit and the time of the forwards is what is made small.
@@ -34,7 +35,7 @@ from lightning_speedkit.memory.checkpoint_budget_candidates import candidate_pat
 from lightning_speedkit.memory.checkpoint_budget_live import measure_peak_bytes
 from lightning_speedkit.memory.checkpoint_budget_model import ModuleProfile, PeakModel
 from lightning_speedkit.memory.checkpoint_budget_search import choice_table, walk_units
-from lightning_speedkit.memory.checkpoint_budget_state import as_found
+from lightning_speedkit.memory.checkpoint_budget_state import as_found, parameters_as_found
 from lightning_speedkit.memory.checkpoint_budget_trace import time_forwards, trace_run
 from lightning_speedkit.memory.recomputation import plain_class, recomputed_class
 
@@ -73,7 +74,10 @@ class CheckpointPlan:
 def plan_checkpoints(
     model: nn.Module, run: Callable[[], Any], budget: str | float, candidates: str | Sequence[str] = "auto"
 ) -> CheckpointPlan:
-    """Finds the modules to checkpoint for a memory budget; changes nothing.
+    """Finds the modules to checkpoint for a memory budget; puts back what the runs change in the model.
+
+    These are parameters, also those that the run itself writes to, gradients, buffers, and the random states of Python,
+    numpy and torch. Other attributes that the run changes, such as counters and lists of losses, stay changed.
 
     Args:
         model: The model in training mode, in eager mode, with nothing of it checkpointed. Its parameters are on the
@@ -98,7 +102,11 @@ def plan_checkpoints(
     (('0', '1'), True)
     """
     checked_budget(budget)
-    paths = candidate_paths(model, candidates)
+    with parameters_as_found(model):
+        return _plan(model, run, budget, candidate_paths(model, candidates))
+
+
+def _plan(model: nn.Module, run: Callable[[], Any], budget: str | float, paths: Sequence[str]) -> CheckpointPlan:
     trial = _Trial(model, run)
     plain = trial.peak_bytes(())
     limit = budget_bytes(budget, plain)

@@ -4,8 +4,8 @@ Every operation goes through a dispatch mode, which sees each storage that is ma
 freed. Views are one storage. Storages that were there before (parameters, buffers) do not count, and the gradient of a
 parameter counts until it has been accumulated. Time is the number of the operation.
 
-What it costs: some tens of microseconds per operation while it counts. Buffers inside one kernel are not seen; those of
-convolutions on a CPU, which are the large ones, are reckoned from the sizes of the tensors.
+What it costs: work in Python per operation while it counts, so that the run is slower. Buffers inside one kernel are
+not seen; those of convolutions on a CPU, which are the large ones, are reckoned from the sizes of the tensors.
 """
 
 from __future__ import annotations

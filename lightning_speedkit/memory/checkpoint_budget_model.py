@@ -5,7 +5,7 @@ it made and only its own nodes save is gone from its forward until its backward 
 once, beside what the modules before it hold. A storage that others hold too stays. So one trace is enough for every
 choice: each storage adds its bytes to some stretch of time that depends on the few modules that have to do with it.
 
-What it costs: a choice is a row of a matrix product; thousands are judged in a second.
+What it costs: a choice is a row of a matrix product, whatever the size of the model's tensors.
 Source: the memory model of Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, over measured lifetimes.
 """
 

@@ -1,7 +1,8 @@
-"""Runs a batch on trial and leaves no trace: buffers, gradients and random state are afterwards what they were.
+"""Runs a batch on trial and leaves no trace: weights, buffers, gradients and random state are then what they were.
 
-What it costs: a copy of the buffers and of the random states, and per run the time to put them back.
-Source: the states that a forward and backward change; parameters are not among them.
+What it costs: a copy of the buffers and of the random states, and per run the time to put them back; a copy of the
+weights in the memory of the host, since some steps write to them (clamped, normalized or averaged weights).
+Source: the states that a forward and backward change, and weights, which are put back once after all runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_speedkit.memory.host_random import read_host_random, write_host_random
 
-__all__ = ["as_found"]
+__all__ = ["as_found", "parameters_as_found"]
 
 
 @contextmanager
@@ -53,6 +54,40 @@ def as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
         write_host_random(host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
+
+
+@contextmanager
+def parameters_as_found(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module has the parameters it had, the same objects with the same values.
+
+    Left out are parameters that have no values of their own: meta, lazy, expanded, and those of inference mode.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> before = layer.weight.item()
+    >>> with parameters_as_found(layer):
+    ...     _ = nn.init.constant_(layer.weight, 5.0)
+    >>> layer.weight.item() == before
+    True
+    """
+    owned = [(owner, dict(owner._parameters)) for owner in model.modules()]
+    # on the host: a copy on the device would raise the peak that is measured
+    values = [(one, one.detach().to("cpu", copy=True)) for one in model.parameters() if _can_be_written(one)]
+    try:
+        yield
+    finally:
+        for owner, parameters in owned:
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+        for parameter, value in values:
+            parameter.data.copy_(value)  # a graph that holds the parameter does not see a write to its data
+
+
+def _can_be_written(parameter: Tensor) -> bool:
+    if parameter.is_meta or nn.parameter.is_lazy(parameter) or parameter.is_inference():
+        return False
+    return parameter.layout is not torch.strided or all(
+        step != 0 or n <= 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
+    )
 
 
 def _put_back(buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:

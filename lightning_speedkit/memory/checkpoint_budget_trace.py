@@ -1,7 +1,7 @@
 """One traced forward and backward: which storage lives from when to when, who holds it, and how long forwards take.
 
 Hooks on what autograd saves tell which node holds a storage, and until when; one that two nodes save is still one.
-What it costs: one run that is some times slower than a plain one; the seconds are of other runs, which only have two
+What it costs: one run that is slower than a plain one; the seconds are of other runs, which only have two
 hooks per candidate module.
 """
 

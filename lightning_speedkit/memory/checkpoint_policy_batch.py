@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_speedkit.memory.batch_size_kept import Kept
+from lightning_speedkit.measure.kept_state import KeptState
 from lightning_speedkit.memory.checkpoint_budget import CheckpointPlan, plan_checkpoints
 from lightning_speedkit.memory.checkpoint_policy_refusals import holds_sync_batch_norm
 
@@ -97,7 +97,7 @@ def _run_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
 
 @contextmanager
 def _untouched(module: pl.LightningModule) -> Iterator[None]:
-    kept = Kept()
+    kept = KeptState()
     for inner in module.modules():
         kept.attributes(inner, skip=_RESTORED)  # parameters too: a step may average them into a second network
     vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))

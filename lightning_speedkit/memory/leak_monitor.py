@@ -3,7 +3,7 @@
 What it does: reads the memory of the process and of the device after training steps. When one of them rises steadily,
 it counts what lives in Python four times over the next 120 steps, and names what is more of it each time: the list, the
 attribute, the kind of tensor. When it helps: a run that dies after hours. What it costs: three readings per step at
-first, fewer later; a fraction of a second for each count, and none without a suspicion.
+first, fewer later; for each count a walk over all objects of the process, and none without a suspicion.
 
 Source: the leaks that users meet most, a list of losses with their graphs and metrics that are never reset
 (geo-deep-learning #582); and what only looks like one, such as mapped files and an allocator that keeps what it has
@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from lightning_speedkit.errors import SpeedkitError
@@ -83,12 +84,13 @@ class LeakMonitor(Callback):
         self._search: LeakSearch | None = None
         self._step = 0
         self._in_new_epoch = False
+        self._warned = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         self.leaks = []
-        self._step, self._in_new_epoch = 0, False
+        self._step, self._in_new_epoch, self._warned = 0, False, False
         self._search = LeakSearch(
             lambda: _named_objects(trainer, pl_module, self),
             trainer.strategy.root_device,
@@ -117,7 +119,7 @@ class LeakMonitor(Callback):
             host, device = self._search.slopes()
             told = {"leak_monitor/host_bytes_per_step": host, "leak_monitor/device_bytes_per_step": device}
             for logger in trainer.loggers:
-                logger.log_metrics(told, step=trainer.global_step)
+                self._log(logger, told, trainer.global_step)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -139,6 +141,14 @@ class LeakMonitor(Callback):
         if self._search is not None:
             self._search.close()
             self._search = None
+
+    def _log(self, logger: Logger, told: dict[str, float], step: int) -> None:
+        try:
+            logger.log_metrics(told, step=step)
+        except Exception as error:  # a number for people to look at is not worth a run
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"LeakMonitor could not log to {type(logger).__name__}: {error!r}", stacklevel=2)
 
     def _tell(self, leak: Leak | None, trainer: pl.Trainer) -> None:
         if leak is None:

@@ -2,8 +2,8 @@
 
 What it does: a census counts all objects that the garbage collector knows by type, tensors by shape, the lengths of
 long containers, the functions behind a tensor that needs a gradient, the entries of function caches, open files, and
-the garbage that waits. When it helps: memory is known to grow, and the question is what. What it costs: about 0.5 s per
-census in a process with torch and Lightning, so it is taken only when growth is seen.
+the garbage that waits. When it helps: memory is known to grow, and the question is what. What it costs: a collection
+of garbage and a walk over all objects of the process, so it is taken only when growth is seen.
 """
 
 from __future__ import annotations

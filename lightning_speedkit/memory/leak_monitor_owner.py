@@ -2,7 +2,7 @@
 
 What it does: walks from named objects along attributes, entries, closures and bound methods, nearest first, until it
 meets one of the objects looked for. When it helps: "a list grows" helps nobody, ``LitModel.history`` does. What it
-costs: up to a second, once per leak.
+costs: a walk over much of what lives in Python, once per leak.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What it does: picks the cause among the things that grow, which come in crowds: a tensor kept in a list is one more
 tensor, one more entry, and some more objects. When it helps: a slope alone says that there is a leak, not where. What
-it costs: walks through what the module reaches, up to some seconds, once per leak.
+it costs: walks through what the module reaches, once per leak.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ autograd really keeps, 16-bit copies of weights, blocks that are recomputed, and
 pass and of the optimizer.
 
 When it helps: to see whether a model, a batch size or a precision fits before a job waits in a queue, and which part of
-the memory is worth an effort. What it costs: some seconds on the host, whatever the size of the tensors, and next to no
-memory. What it does not see: buffers inside one kernel (a cuDNN
-workspace), the blocks in which an allocator rounds, the CUDA context (some hundred megabytes), data loading.
+the memory is worth an effort. What it costs: the time to go through two steps in Python, whatever the size of the
+tensors, which take no memory. What it does not see: buffers inside one kernel (a cuDNN workspace), the blocks in which
+an allocator rounds, the CUDA context, data loading.
 
 Source: ``torch._subclasses.FakeTensorMode``; measured against the memory of real steps by
 ``benchmarks/memory_estimate.py``.

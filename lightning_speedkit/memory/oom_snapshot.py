@@ -3,8 +3,8 @@
 What it does: sorts what lives into parameters, gradients, optimizer state, buffers, activations and fragmentation, and
 names the largest tensors, where the error came from, and presets that may help, in a text and a JSON file per process.
 When it helps: the message of an allocator says how much was wanted, not what the rest is used for. What it costs:
-nothing until the error; with ``history_entries`` torch notes every allocation on the device, which takes time and host
-memory. Source: torch's own memory snapshots, which need to be asked for beforehand.
+no hook in a step, only at the error; with ``history_entries`` torch notes every allocation on the device, which takes
+time and host memory. Source: torch's own memory snapshots, which need to be asked for beforehand.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Snapshot:
 class OOMSnapshot(Callback):
     """Writes down what filled the memory when a run ends with an out-of-memory error, and lets the error go on.
 
-    The files are ``out-of-memory-rank0.txt`` and ``.json``, and so on for each process; :attr:`snapshot` has the same.
+    The files are ``out-of-memory-rank0.txt`` and ``.json``, and so on for each process; :attr:`snapshot` has the same
+    for the latest run: it is ``None`` once another one has begun.
     It works in every phase, for the device and for the host. The error is raised as it was, also if nothing could be
     written.
 
@@ -140,6 +141,7 @@ class OOMSnapshot(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.snapshot = None
         if self.history_entries and trainer.strategy.root_device.type == "cuda" and not _is_recording():
             _record_history(max_entries=self.history_entries, stacks="python")
             self._recording = True

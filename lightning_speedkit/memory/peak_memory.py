@@ -25,6 +25,12 @@ from lightning_speedkit.measure.memory_use import (
 
 __all__ = ["PeakMemory", "PhasePeak"]
 
+_PHASES = {
+    "fit": ("sanity", "train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
 _NOISE = 1 << 20  # bytes; the kernel's own count wavers
 
 
@@ -39,7 +45,8 @@ class PhasePeak:
 class PeakMemory(Callback):
     """Logs ``peak_memory/train_device_bytes``, ``.../validation_host_bytes`` and so on at the end of each phase.
 
-    :attr:`peaks` has them by the name of the phase: ``sanity``, ``train``, ``validation``, ``test``, ``predict``.
+    :attr:`peaks` has them by the name of the phase: ``sanity``, ``train``, ``validation``, ``test``, ``predict``; those
+    of a phase stay until it runs again: what ``fit`` needed is still there after ``test``.
 
     On the device the numbers are exact, since the allocator keeps them; its peak is set back at the start of each
     phase, also for others who read ``torch.cuda.max_memory_allocated()``. For the host the kernel keeps one peak of the
@@ -108,7 +115,9 @@ class PeakMemory(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.peaks, self._phase, self._resume, self._warned = {}, "", "", False
+        self._phase, self._resume, self._warned = "", "", False
+        for phase in _PHASES.get(stage, ()):
+            self.peaks.pop(phase, None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

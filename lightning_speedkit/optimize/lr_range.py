@@ -22,9 +22,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.measure.kept_state import GENERATORS, KeptState, keeping
 from lightning_speedkit.measure.lightning_loaders import batch_on_device, change_train_dataloaders, trial_batches
 from lightning_speedkit.optimize.lr_range_curve import LRRange
-from lightning_speedkit.optimize.lr_range_kept import GENERATORS, Keeper, keeping
 from lightning_speedkit.optimize.lr_range_rates import scale_schedule
 from lightning_speedkit.optimize.lr_range_sweep import again_and_again, check_range, sweep
 from lightning_speedkit.optimize.optimizer_options import checked_flag
@@ -157,7 +157,7 @@ def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         )
 
 
-def _keep_run(keep: Keeper, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+def _keep_run(keep: KeptState, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Keep what a step changes, and turn off what would tell of it."""
     keep.random_states()
     keep.module(pl_module)
@@ -173,7 +173,7 @@ def _keep_run(keep: Keeper, trainer: pl.Trainer, pl_module: pl.LightningModule) 
         keep.replaced(pl_module, name, lambda *_, **__: None)
 
 
-def _kept_loaders(keep: Keeper, given: Any) -> Any:
+def _kept_loaders(keep: KeptState, given: Any) -> Any:
     keep.loaders(given)
     return given
 

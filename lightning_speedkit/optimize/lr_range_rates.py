@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_speedkit.measure.learning_rates import parts_of, scale_rates
+
 __all__ = ["LearningRates", "peak_rate", "peak_rates", "scale_schedule", "write_value"]
 
 
@@ -59,7 +61,7 @@ def peak_rate(group: Mapping[str, Any]) -> float:
 def peak_rates(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()) -> list[float]:
     """The highest rate of each parameter group; ``CyclicLR`` has it in itself, and no group."""
     rates = [peak_rate(group) for group in optimizer.param_groups]
-    for part in _with_parts(schedulers):
+    for part in parts_of(schedulers):
         if isinstance(tops := getattr(part, "max_lrs", None), list):
             rates = [max(rate, float(top)) for rate, top in zip(rates, tops, strict=True)]
     return rates
@@ -82,22 +84,11 @@ def scale_schedule(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], 
     if found.leading <= 0:
         found.set(rate)
         return
-    parts = list(_with_parts(schedulers))
-    factor = rate / max(found.leading, *(top for part in parts for top in getattr(part, "max_lrs", ())), 0.0)
-    for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
-            if name in group:
-                write_value(group, name, float(group[name]) * factor)
-    for scheduler in parts:
-        for name in ("base_lrs", "max_lrs", "_last_lr"):
-            if isinstance(rates := getattr(scheduler, name, None), list):
-                setattr(scheduler, name, [float(value) * factor for value in rates])
-
-
-def _with_parts(schedulers: Iterable[Any]) -> Iterable[Any]:
-    for scheduler in schedulers:
-        yield scheduler
-        yield from _with_parts(getattr(scheduler, "_schedulers", ()))
+    schedulers = list(schedulers)
+    factor = rate / max(
+        found.leading, *(top for part in parts_of(schedulers) for top in getattr(part, "max_lrs", ())), 0.0
+    )
+    scale_rates([optimizer], schedulers, factor)
 
 
 def write_value(group: dict[str, Any], name: str, value: float) -> None:

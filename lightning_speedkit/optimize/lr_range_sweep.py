@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_speedkit.measure.kept_state import keeping
 from lightning_speedkit.optimize.lr_range_curve import LRRange
-from lightning_speedkit.optimize.lr_range_kept import keeping
 from lightning_speedkit.optimize.lr_range_rates import LearningRates
 from lightning_speedkit.optimize.optimizer_options import checked_number
 

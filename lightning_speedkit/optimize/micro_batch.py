@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_speedkit.measure.host_group import HostGroup
 from lightning_speedkit.measure.lightning_internals import is_accumulating
 from lightning_speedkit.optimize.accumulation_count import checked_labels, counter_of
 from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.micro_batch_gradients import synchronize_gradients
 from lightning_speedkit.optimize.micro_batch_messages import Messages
-from lightning_speedkit.optimize.micro_batch_ranks import HostGroup, agree
+from lightning_speedkit.optimize.micro_batch_ranks import agree
 from lightning_speedkit.optimize.micro_batch_refusals import check_strategy, check_trainer, check_wrapped
 from lightning_speedkit.optimize.micro_batch_retry import BatchPieces, backward_in_pieces
 from lightning_speedkit.optimize.micro_batch_run import replaced
@@ -160,7 +161,7 @@ class AutoMicroBatch(OneOfAKind):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_wrapped(trainer.strategy.model)
         if trainer.world_size > 1 and self._group is None:
-            self._group = HostGroup()
+            self._group = HostGroup("during a training step")
         for optimizer in trainer.optimizers:
             if not any(optimizer is other for other in self._optimizers):  # training may start more than once in a fit
                 self._optimizers.append(optimizer)

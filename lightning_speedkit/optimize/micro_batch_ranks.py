@@ -1,4 +1,4 @@
-"""What ranks have to agree on, said over the host, so that no device waits for it."""
+"""The smallest micro-batch of all ranks, and one way of stepping for all."""
 
 from __future__ import annotations
 
@@ -8,52 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_speedkit.measure.host_group import HostGroup
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
 from lightning_speedkit.optimize.micro_batch_step import RepeatableSteps
 
-__all__ = ["HostGroup", "agree"]
-
-
-class HostGroup:
-    """A process group of its own on the host, over gloo, whatever the devices use.
-
-    It is made and closed on all ranks at the same point. Since it is its own, what is said here cannot be mixed up
-    with the collectives of the training; and a rank that is gone is noticed at once, where NCCL would wait.
-    """
-
-    def __init__(self) -> None:
-        self._group: Any = torch.distributed.new_group(backend="gloo")  # its type differs between torch versions
-
-    def largest(self, row: list[int]) -> list[int]:
-        """The largest number over ranks, at each position; waits for all ranks.
-
-        Raises:
-            RuntimeError: Another rank is gone.
-        """
-        numbers = torch.tensor(row, dtype=torch.int64)
-        try:
-            torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "Another rank ended during a training step; its own message says why. It may have run out of memory "
-                f"for good. Here: {error}"
-            ) from error
-        return [int(number) for number in numbers]
-
-    def take_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors what they are on rank 0, one after the other, through the memory of the host."""
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            found = tensor.detach().to("cpu", copy=True).contiguous()
-            torch.distributed.broadcast(found.reshape(-1).view(torch.uint8), 0, group=self._group)
-            with torch.no_grad():
-                tensor.copy_(found)
-
-    def close(self) -> None:
-        """Leave the group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(self._group)
+__all__ = ["agree"]
 
 
 def agree(
@@ -68,7 +27,7 @@ def agree(
         RuntimeError: Another rank is gone.
     """
     *largest, one_by_one = group.largest([*size.row(), steps.one_by_one])
-    size.adopt(largest)
+    size.adopt([int(number) for number in largest])
     steps.one_by_one = bool(one_by_one)
     if not steps.one_by_one or steps.agreed:
         return

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import read_optimizers
+from lightning_speedkit.measure.one_run import begin_run, is_in_another_run
 from lightning_speedkit.optimize.misplaced_arguments import names_options
 from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.optimizer import build_from_settings, check_optimizer_options, optimizer_option_names
@@ -92,6 +93,7 @@ class _Configures(OneOfAKind):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        begin_run(self, trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self is (_only(trainer, OptimizerChoice) or _only(trainer, ScheduleChoice)):
             self._undo = _override(trainer, pl_module)
@@ -107,7 +109,7 @@ class _Configures(OneOfAKind):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._undo is not None:
+        if self._undo is not None and not is_in_another_run(self, trainer):
             self._undo()
             self._undo = None
 
@@ -136,8 +138,9 @@ class OptimizerChoice(_Configures, ScheduleFreeSwitch):
     Raises:
         ValueError: A name, an option or a number is not allowed.
         TypeError: An argument or an option is of the wrong kind.
-        MisconfigurationException: At ``fit``: two of these callbacks, a schedule that the module has of its own,
-            several optimizers, a missing ``lr``, or a checkpoint of another optimizer.
+        MisconfigurationException: At ``fit``: two of these callbacks, this object in a run that goes on around this
+            one, a schedule that the module has of its own, several optimizers, a missing ``lr``, or a checkpoint of
+            another optimizer.
 
     Example:
 

@@ -53,13 +53,15 @@ def fastest_precision(hardware: Hardware | str | None = None, measure: bool = Fa
     Raises:
         ValueError: If an accelerator is named that is unknown, or that is not in this machine; or if a ``Hardware``
             is to be measured, which may be another machine.
-        TypeError: If ``hardware`` is none of the above.
+        TypeError: If ``hardware`` is none of the above, or ``measure`` no truth value.
 
     >>> fastest_precision(Hardware(accelerator="cuda", device_name="Tesla T4", capability=(7, 5)))
     '16-mixed'
     >>> fastest_precision(Hardware(accelerator="cuda", device_name="A100", capability=(8, 0), native_bf16=True))
     'bf16-mixed'
     """
+    if not isinstance(measure, bool):
+        raise TypeError(f"measure={measure!r} must be True or False; got {type(measure).__name__}.")
     if measure:
         if isinstance(hardware, Hardware):
             raise ValueError("measure=True measures this machine: name an accelerator of it, or leave hardware out.")

@@ -7,7 +7,7 @@ training batch it looks which layers give the plain order back, after which ever
 When it helps: convolutional networks on NVIDIA GPUs with tensor cores under 16 bits, and on CPUs through oneDNN.
 What it costs: a copy of each batch. Another kernel sums in another order, so results agree to rounding, not to the bit.
 
-Source: PyTorch's memory format tutorial (ResNet-50: 22 % on a V100 with AMP, 26-76 % on a Xeon 8380).
+Source: PyTorch's memory format tutorial.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_speedkit.measure.one_run import begin_run, is_in_another_run, refuse_second
 from lightning_speedkit.precision.channels_last_layout import (
+    can_use_channels_last,
     convert_images,
     find_format_breaks,
     holds_convolutions,
@@ -40,6 +42,11 @@ class ChannelsLast(Callback):
     Args:
         check: On the first training batch, look for layers that give the plain order back, and warn of them.
 
+    Raises:
+        TypeError: If ``check`` is no truth value.
+        MisconfigurationException: At the start of a run: a second callback of this kind, or this object in a run that
+            goes on around this one.
+
     >>> ChannelsLast(check=False).breaks
     ()
     """
@@ -56,7 +63,7 @@ class ChannelsLast(Callback):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the convolutions that are laid out channels-last; empty outside a run."""
+        """The paths of the convolutions that this run has laid out channels-last; empty outside a run."""
         return self._paths
 
     @property
@@ -66,6 +73,8 @@ class ChannelsLast(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        refuse_second(trainer, ChannelsLast, "would lay out the same weights. Keep one.")
+        begin_run(self, trainer)
         self._undo(pl_module)
         self._is_checked, self._found = not self.check, []
         self._paths = to_channels_last_(pl_module)  # before the optimizer and DDP take over the layout
@@ -73,14 +82,14 @@ class ChannelsLast(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(pl_module)
-        if not self._paths:
-            rank_zero_warn("ChannelsLast found no 2-d convolution with more than one channel; it changes nothing.")
+        if not self._hooks:
+            rank_zero_warn(f"ChannelsLast {_why_nothing_changes(pl_module)}; it changes nothing.")
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_checked or not self._paths or any(map(_is_compiled, pl_module.modules())):
+        if self._is_checked or not self._hooks or any(map(_is_compiled, pl_module.modules())):
             return
         self._is_checked = True
         self._checks = watch_formats(pl_module, self._found)
@@ -122,16 +131,18 @@ class ChannelsLast(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo(pl_module)
+        if not is_in_another_run(self, trainer):
+            self._undo(pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._undo(pl_module)
+        if not is_in_another_run(self, trainer):
+            self._undo(pl_module)
 
     def _begin(self, pl_module: pl.LightningModule) -> None:
         new = to_channels_last_(pl_module)  # what configure_model has built
         self._paths = tuple(dict.fromkeys(self._paths + new))
-        if not self._hooks and self._paths:
+        if not self._hooks and (self._paths or can_use_channels_last(pl_module)):
             self._hooks = [
                 child.register_forward_pre_hook(convert_images, with_kwargs=True)
                 for child in _entries(pl_module)
@@ -159,6 +170,12 @@ def _entries(model: nn.Module) -> list[nn.Module]:
         is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and type(child).forward is nn.Module.forward
         found += _entries(child) if is_list or isinstance(child, pl.LightningModule) else [child]
     return found
+
+
+def _why_nothing_changes(model: nn.Module) -> str:
+    if holds_convolutions(model, channels=2):
+        return "found only convolutions whose weights are computed at each call (weight norm, pruning) or not there yet"
+    return "found no 2-d convolution with more than one channel"
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "can_use_channels_last",
     "convert_images",
     "find_format_breaks",
     "holds_convolutions",
@@ -130,6 +131,25 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
 
 
-def holds_convolutions(module: nn.Module) -> bool:
-    """Whether a 2-d convolution is in it."""
-    return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
+def holds_convolutions(module: nn.Module, channels: int = 0) -> bool:
+    """Whether a 2-d convolution is in it, of so many input channels at least."""
+    return any(isinstance(part, _CONVOLUTIONS) and part.in_channels >= channels for part in module.modules())
+
+
+def can_use_channels_last(model: nn.Module) -> bool:
+    """Whether a 2-d convolution in it has weights of its own that lie channels-last, and more than one channel.
+
+    >>> model = nn.Conv2d(3, 8, 3)
+    >>> can_use_channels_last(model), to_channels_last_(model), can_use_channels_last(model)
+    (False, ('',), True)
+    """
+    return any(map(_is_ready, model.modules()))
+
+
+def _is_ready(module: nn.Module) -> bool:
+    # with one channel, or a kernel of 1 x 1, both orders are the same; images of one channel have no order either
+    if not isinstance(module, _CONVOLUTIONS) or module.in_channels < 2:
+        return False
+    weight = module.weight
+    is_own = isinstance(weight, nn.Parameter) and not nn.parameter.is_lazy(weight)
+    return is_own and weight.is_contiguous(memory_format=torch.channels_last)

@@ -28,6 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_speedkit.measure.clocks import clock_for
+from lightning_speedkit.measure.one_run import begin_run, is_in_another_run, refuse_second
 from lightning_speedkit.precision.compile_targets import checked_modules, compile_targets
 from lightning_speedkit.precision.compile_times import CompileReport, StepWindows
 from lightning_speedkit.precision.compiled_call import (
@@ -111,7 +112,8 @@ class CompileModel(Callback):
 
     Raises:
         ValueError: If an argument is not one of those, or ``modules`` names nothing in the model.
-        MisconfigurationException: If the strategy shards the model.
+        MisconfigurationException: If the strategy shards the model, there are two of these callbacks in one Trainer, or
+            this one is in a run that goes on around this run.
 
     >>> CompileModel("blocks", mode="max-autotune-no-cudagraphs", max_shapes=1).report is None
     True
@@ -155,6 +157,8 @@ class CompileModel(Callback):
                 f"CompileModel does not go with {type(trainer.strategy).__name__}, which shards the model. Call "
                 f"compile_modules(self, 'blocks') in configure_model, before the blocks are sharded."
             )
+        refuse_second(trainer, CompileModel, "would compile the same networks. Keep one; it takes a list of modules.")
+        begin_run(self, trainer)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,11 +207,13 @@ class CompileModel(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo(pl_module)
+        if not is_in_another_run(self, trainer):
+            self._undo(pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._undo(pl_module)
+        if not is_in_another_run(self, trainer):
+            self._undo(pl_module)
 
     def _begin(self, pl_module: pl.LightningModule) -> None:
         if self._paths:

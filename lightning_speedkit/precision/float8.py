@@ -5,10 +5,10 @@ the weight) in float8 with scales found at every step; the rest runs under bfloa
 optimizer state, names of parameters and checkpoints are those of the plain model, and after the run its layers are the
 plain ones again.
 
-When it helps: large linear layers (torchao's own measurements begin to gain at about 2048 x 4096) on a device that
-multiplies float8: NVIDIA Ada and Hopper and later (compute capability 8.9), AMD MI300 and later; and only with
-``torch.compile``, which fuses the casts. What it costs: precision of 3 bits (e4m3) and 2 bits (e5m2) of mantissa in
-those products, and the casts, which eat the gain in small layers or without compilation.
+When it helps: large linear layers, on a device that multiplies float8: NVIDIA Ada and Hopper and later (compute
+capability 8.9), AMD MI300 and later; with ``torch.compile``, which fuses the casts. What it costs: precision of 3 bits
+(e4m3) and 2 bits (e5m2) of mantissa in those products, and the casts, which may outweigh the gain in small layers or
+without compilation.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; ``torchao.float8``; asked for in litgpt #1788.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,7 +51,7 @@ class Float8Swap:
 
     Raises:
         MissingExtraError: torchao is not installed.
-        MisconfigurationException: There is no layer to take.
+        MisconfigurationException: There is no layer to take, or an entry of ``skip`` names no linear layer.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Float8Swap:
         except ImportError as error:
             raise MissingExtraError("fp8 training", extra="fp8", library="torchao") from error
         found = dict(model.named_modules(remove_duplicate=False))
+        _refuse_what_names_nothing(skip, found)
         chosen = {path: layer for path, layer in found.items() if _can_be_float8(layer) and not _named(path, skip)}
         chosen.pop("", None)
         if not chosen:
@@ -107,11 +108,24 @@ def _named(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
+def _refuse_what_names_nothing(skip: Sequence[str], found: Mapping[str, nn.Module]) -> None:
+    linear = [path for path, layer in found.items() if isinstance(layer, nn.Linear)]
+    for pattern in skip:
+        if not any(_named(path, [pattern]) for path in linear):
+            inside = any(_named(path, [f"{pattern}.*"]) for path in linear)
+            hint = f"For those inside it, write {pattern + '.*'!r}. " if inside else ""
+            shown = ", ".join(map(repr, linear[:8])) + (", ..." if len(linear) > 8 else "")
+            raise MisconfigurationException(
+                f"skip: {pattern!r} names no linear layer, so nothing would be left out by it. {hint}"
+                f"The linear layers of the model: {shown or 'none'}."
+            )
+
+
 class Float8Precision(SpeedkitMixedPrecision):
     """Linear layers in float8, the rest in bfloat16: ``Trainer(plugins=[Float8Precision()])``.
 
     Args:
-        recipe: How scales are chosen: ``"tensorwise"`` (one per tensor: fastest), ``"rowwise"`` (one per row: closer
+        recipe: How scales are chosen: ``"tensorwise"`` (one per tensor), ``"rowwise"`` (one per row: closer
             to bfloat16) or ``"rowwise_with_gw_hp"`` (the same, with the gradient of the weight in bfloat16).
         skip: Paths of layers that stay in bfloat16, or globs of them; the output layer is a usual one.
         emulate: Whether to compute what float8 would, slowly and on any device; for tests.
@@ -121,8 +135,8 @@ class Float8Precision(SpeedkitMixedPrecision):
         TypeError: ``skip`` is no list of strings, or ``emulate`` no truth value.
         HardwareNeedError: At the start of a run, on a device that does not multiply float8.
         MissingExtraError: At the start of a run: torchao is not installed.
-        MisconfigurationException: At the start of a run: the model has no layer that can be computed in float8, or
-            the recipe cannot be emulated there.
+        MisconfigurationException: At the start of a run: the model has no layer that can be computed in float8, an
+            entry of ``skip`` names no linear layer, or the recipe cannot be emulated there.
 
     >>> plugin = Float8Precision(skip=["head"])
     >>> plugin.recipe, plugin.precision

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_speedkit.measure.one_run import begin_run, is_in_another_run, refuse_second
 from lightning_speedkit.precision.numeric_switches import (
     Switch,
     autotune_switch,
@@ -112,8 +113,8 @@ class MatmulPrecision(Callback):
     Raises:
         ValueError: A value is not known.
         TypeError: A value is of another type.
-        MisconfigurationException: At the start of a run: a second callback of this kind, or ``autotune=True`` in a run
-            that is to be deterministic.
+        MisconfigurationException: At the start of a run: a second callback of this kind, this object in a run that goes
+            on around this one, or ``autotune=True`` in a run that is to be deterministic.
 
     >>> callback = MatmulPrecision("high", convolutions="tf32")
     >>> callback.matmul, callback.convolutions, callback.autotune
@@ -135,14 +136,13 @@ class MatmulPrecision(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        others: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, MatmulPrecision) for callback in others) > 1:
-            raise MisconfigurationException("Two MatmulPrecision callbacks would set the same switches. Keep one.")
+        refuse_second(trainer, MatmulPrecision, "would set the same switches. Keep one.")
         if self.autotune and torch.backends.cudnn.deterministic:
             raise MisconfigurationException(
                 "MatmulPrecision(autotune=True) lets cuDNN choose kernels by time, which undoes deterministic=True. "
                 "Leave one of the two out."
             )
+        begin_run(self, trainer)
         if self._undo is not None:  # a test or a validation inside a fit
             return
         self._warn_of_no_effect(trainer.strategy.root_device)
@@ -151,12 +151,13 @@ class MatmulPrecision(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == self._stage:
+        if stage == self._stage and not is_in_another_run(self, trainer):
             self._restore()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        if not is_in_another_run(self, trainer):
+            self._restore()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_undo": None, "_stage": None}  # a copy has set nothing

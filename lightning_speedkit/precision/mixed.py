@@ -55,6 +55,9 @@ class SpeedkitMixedPrecision(MixedPrecision):
     ``skipped_steps`` is how many optimizer steps the scaler has skipped so far; the Trainer's ``global_step`` counts
     them as steps.
 
+    An object that is used in a second fit or Trainer goes on with its loss scale, as Lightning's own plugin does, and
+    with its ``skipped_steps``, unless a checkpoint brings another scale. Make a new object to start anew.
+
     A checkpoint holds the state of the scaler under the name of this class; the one that Lightning's own
     ``MixedPrecision`` wrote is read as well.
 

@@ -55,7 +55,7 @@ def measure_precision(
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"`` or ``"xpu"``.
         candidates: Of ``"32-true"``, ``"bf16-mixed"`` and ``"16-mixed"``; all of them if not given, but
-            ``"16-mixed"`` on a CPU, where it is never fast.
+            ``"16-mixed"`` on a CPU, which few CPUs compute natively.
         seconds: About how long to measure, above 0; each candidate runs three times at least, after one warm-up.
 
     Raises:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lightning_speedkit.facts import Hardware
 
@@ -53,12 +54,26 @@ def _missing(need: str, hardware: Hardware, num_nodes: int) -> str:
         return f"{match[1]} devices or more" if lacks else ""
     if need.startswith("extra:"):
         extra = need.removeprefix("extra:")
+        if not _is_known(extra):
+            return (
+                f"the extra {extra!r}, which {_DISTRIBUTION} as it is installed does not know (reinstall it: "
+                f"pip install -U '{_DISTRIBUTION}[{extra}]', or pip install -e '.[{extra}]' in its source tree)"
+            )
         libraries = _missing_libraries(extra)
         return f"{', '.join(libraries)} (pip install '{_DISTRIBUTION}[{extra}]')" if libraries else ""
     raise ValueError(
         f"A preset has the need {need!r}; known are 'cuda', 'gpu', 'capability>=8.0', 'native-bf16', 'devices>=2', "
         "'extra:quant'."
     )
+
+
+def _is_known(extra: str) -> bool:
+    """Whether the installed package has the extra; one installed from an older source tree lacks what is new in it."""
+    try:
+        known = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return canonicalize_name(extra) in map(canonicalize_name, known)
 
 
 def _missing_libraries(extra: str) -> list[str]:

@@ -8,7 +8,15 @@ import numpy
 import pytest
 import torch
 
-from benchmarks.checkpoint_budget import Inverted, allocated_peak, best_set, measure, peaks_of_all_sets, verdicts
+from benchmarks.checkpoint_budget import (
+    Inverted,
+    allocated_peak,
+    best_set,
+    least_peak,
+    measure,
+    peaks_of_all_sets,
+    verdicts,
+)
 from lightning_speedkit.memory import checkpoint_modules, uncheckpoint_modules
 
 
@@ -26,6 +34,7 @@ def test_the_best_set_is_the_cheapest_that_is_measured_to_be_within() -> None:
     assert best_set(seconds, table, reckoned, fraction, 0.5) == ("b", "c")
     assert best_set(seconds, table, reckoned, fraction, 0.07) == ("a", "b", "c")
     assert best_set(seconds, table, reckoned, fraction, 0.05) is None
+    assert least_peak(list(seconds), table, reckoned, fraction) == pytest.approx(0.06)  # all three
 
 
 def test_the_reckoned_peaks_of_all_sets_are_those_that_the_allocator_records() -> None:
@@ -57,8 +66,11 @@ def test_a_verdict_needs_the_peak_and_the_time() -> None:
     assert told(0.6, 1.05).startswith("60%: met")
     assert told(0.601, 1.0).startswith("60%: NOT MET")
     assert told(0.5, 1.06).startswith("60%: NOT MET")
-    assert "NOT MET" in verdicts({"60%: plan found": 0.0, "60%: best set found": 1.0}, [0.6])[0]
-    assert "NOT" not in verdicts({"60%: plan found": 0.0, "60%: best set found": 0.0}, [0.6])[0]
+    least = "least peak of all sets over plain, allocator"
+    none = {"20%: plan found": 0.0, "20%: best set found": 0.0}
+    assert verdicts({**none, least: 0.234}, [0.2])[0].startswith("20%: impossible: least is 23.4% of plain")
+    assert "NOT MET" in verdicts({**none, least: 0.2}, [0.2])[0]
+    assert "NOT MET" in verdicts({**none, least: 0.234, "20%: best set found": 1.0}, [0.2])[0]
 
 
 def test_the_peak_is_what_the_allocator_has_given_out_at_once() -> None:
@@ -81,4 +93,5 @@ def test_the_planned_set_is_within_the_budget_and_the_allocator_says_about_the_s
     assert told["70%: peak of plan over plain, allocator"] <= 0.71
     assert 0 < told["70%: blocks recomputed"] < 4
     assert told["sets"] == 16
+    assert 0 < told["least peak of all sets over plain, allocator"] <= told["70%: peak of plan over plain, allocator"]
     assert told["70%: recomputation over the best's"] > 0

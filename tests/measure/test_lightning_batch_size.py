@@ -10,12 +10,12 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_speedkit.measure.lightning_batch_size import (
-    batch_of_loader,
     forget_train_loaders,
     loader_owner,
     made_train_loader,
     made_val_loaders,
 )
+from lightning_speedkit.measure.lightning_loaders import batch_on_device
 
 
 class _Looks(Callback):
@@ -25,7 +25,7 @@ class _Looks(Callback):
         self.batches = [batch for batch, *_ in loader]
         loader.reset()
         self.checked = made_val_loaders(trainer)
-        self.moved = batch_of_loader(trainer, self.batches[0])
+        self.moved = batch_on_device(trainer, self.batches[0])
         self.untouched = trainer.train_dataloader
         self.forgotten = [forget_train_loaders(trainer)]
         assert trainer.estimated_stepping_batches > 0

@@ -6,6 +6,7 @@ import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -178,6 +179,30 @@ def test_everything_is_as_found_afterwards(budget: float) -> None:
     assert model.blocks[0][0].weight.grad is None
     assert not any(isinstance(module, Recomputed) for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_the_run_writes_to_are_as_found(fails: bool) -> None:
+    model, x, runs = Steps(), torch.randn(16, 8), 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    objects = list(model.parameters())
+
+    def run() -> None:
+        nonlocal runs
+        runs += 1
+        with torch.no_grad():
+            model.blocks[0][0].weight.clamp_(-0.01, 0.01)  # a clipped critic
+            model.blocks[1][0].bias.data.mul_(0.9)  # leaves no trace in the version
+        model.norm.bias = nn.Parameter(torch.ones(8))
+        model(x).square().sum().backward()
+        if fails and runs == 3:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop") if fails else nullcontext():
+        assert plan_checkpoints(model, run, 0.7).paths
+    assert runs > 2
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(one is other for one, other in zip(model.parameters(), objects, strict=True))
 
 
 def test_an_error_of_the_run_comes_out_and_undoes_everything() -> None:

@@ -124,6 +124,21 @@ def test_slopes_are_logged() -> None:
     assert all(set(one) == {"leak_monitor/host_bytes_per_step", "leak_monitor/device_bytes_per_step"} for one in told)
 
 
+def test_a_logger_that_fails_is_told_of_once_per_run_and_the_run_goes_on() -> None:
+    class Fails(_Recorder):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise OSError("no space")
+
+    monitor, good = LeakMonitor(), _Recorder()
+    for _ in range(2):
+        net = Net(lambda net, output, loss: None)
+        with pytest.warns(UserWarning, match="LeakMonitor could not log to Fails: OSError") as told:
+            quiet_trainer([monitor], max_steps=120, limit_val_batches=0, logger=[Fails(), good]).fit(net)
+        assert sum("could not log" in str(one.message) for one in told) == 1
+        assert net.steps == 120
+    assert len(good.metrics) == 4  # the others are still told
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -91,6 +91,15 @@ def test_in_every_phase_it_tells_and_the_error_goes_on(
     ]
 
 
+def test_a_good_run_after_it_has_no_snapshot(tmp_path: Path) -> None:
+    callback = OOMSnapshot(folder=str(tmp_path))
+    with pytest.warns(UserWarning, match="Out of memory"):
+        _fails_at_once(callback)
+    assert callback.snapshot is not None
+    line_trainer(callback, max_epochs=1).fit(Scarce(), loader(batches(8)))
+    assert callback.snapshot is None
+
+
 def test_another_error_is_not_looked_at(tmp_path: Path) -> None:
     class Fails(Scarce):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -67,7 +67,25 @@ def test_each_phase_has_its_own_peak_and_training_goes_on_after_validation(monke
     assert told[:2] == [("peak_memory/sanity_device_bytes", 17.0), ("peak_memory/validation_device_bytes", 310.0)]
     assert told.count(("peak_memory/train_device_bytes", 115.0)) == 2
     trainer.test(model, loader(), verbose=False)
-    assert [(phase, peak.device_bytes) for phase, peak in peaks.peaks.items()] == [("test", 60)]
+    kept = {phase: peak.device_bytes for phase, peak in peaks.peaks.items()}
+    assert kept == {"sanity": 17, "train": 115, "validation": 310, "test": 60}
+
+
+def test_a_phase_that_runs_again_has_the_peak_of_its_last_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    model, peaks = Net(allocator), PeakMemory()
+    quiet_trainer([peaks], max_epochs=1).fit(model, loader(), loader())
+    allocator.now = 5  # half of what was there before
+    trainer = quiet_trainer([peaks], max_epochs=1)
+    trainer.validate(model, loader(), verbose=False)
+    trainer.test(model, loader(), verbose=False)
+    assert {phase: peak.device_bytes for phase, peak in peaks.peaks.items()} == {
+        "train": 115,
+        "validation": 305,
+        "test": 55,
+    }
+    quiet_trainer([peaks], max_epochs=1, limit_val_batches=0).fit(model, loader())
+    assert {phase: peak.device_bytes for phase, peak in peaks.peaks.items()} == {"train": 110, "test": 55}
 
 
 def test_on_the_host_a_phase_that_needs_more_than_ever_is_exact() -> None:

@@ -189,3 +189,20 @@ def test_what_is_wrong_by_itself_is_refused_before_there_is_a_trainer(
 ) -> None:
     with pytest.raises(error, match=message):
         made()
+
+
+@pytest.mark.parametrize("kind", [OptimizerChoice, ScheduleChoice])
+def test_one_object_in_a_run_inside_its_run_is_refused_and_the_outer_one_is_undone(kind: Any) -> None:
+    callback, model = kind(), _Own(_adamw)
+    own, chosen = model.configure_optimizers, []
+
+    class Nests(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            with pytest.raises(MisconfigurationException, match=f"This {kind.__name__} is in use by another Trainer"):
+                _fit(_Own(_adamw), callback)
+            chosen.append("configure_optimizers" in vars(model))
+
+    _fit(model, callback, Nests())
+    assert chosen == [True]
+    assert model.configure_optimizers == own
+    _fit(_Own(_adamw), callback)

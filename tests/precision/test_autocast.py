@@ -143,3 +143,9 @@ def test_an_accelerator_that_is_unknown_or_not_here() -> None:
 def test_a_wrong_type(wrong: Any) -> None:
     with pytest.raises(TypeError, match="hardware is a Hardware"):
         fastest_precision(wrong)
+
+
+def test_whether_to_measure_is_true_or_false() -> None:
+    wrong: Any = "no"
+    with pytest.raises(TypeError, match="measure='no' must be True or False; got str"):
+        fastest_precision("cpu", measure=wrong)

@@ -99,6 +99,42 @@ def test_without_convolutions_it_warns_and_changes_nothing() -> None:
     torch.testing.assert_close(model.state_dict(), _fit(model=Flat())[0].state_dict(), rtol=0, atol=0)
 
 
+def _strides_seen(model: Module, *callbacks: pl.Callback) -> set[tuple[int, ...]]:
+    seen: set[tuple[int, ...]] = set()
+    hook = model.net[0].register_forward_pre_hook(lambda _, args: seen.add(args[0].stride()))
+    _fit(*callbacks, model=model)
+    hook.remove()
+    return seen
+
+
+def test_images_are_converted_for_weights_that_came_channels_last(recwarn: pytest.WarningsRecorder) -> None:
+    model = Module().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    callback = ChannelsLast()
+    assert _strides_seen(model, callback) == {(192, 1, 24, 3)}
+    assert not [warning for warning in recwarn if "ChannelsLast" in str(warning.message)]
+    assert model.net[0].weight.stride() == (27, 1, 9, 3)  # as it came
+    assert not model.net._forward_pre_hooks
+
+
+def test_kernels_of_one_pixel_have_no_order_but_their_images_do() -> None:
+    model = Module()
+    model.net = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(128, 2))
+    assert _strides_seen(model, ChannelsLast()) == {(192, 1, 24, 3)}
+
+
+def test_weights_that_are_computed_at_each_call_are_told() -> None:
+    def normed() -> Module:
+        model = Module()
+        torch.manual_seed(0)
+        first = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 2, 3, padding=1))
+        model.net = nn.Sequential(first, nn.Flatten(), nn.Linear(128, 2))
+        return model
+
+    with pytest.warns(UserWarning, match=r"weights are computed at each call \(weight norm.* it changes nothing"):
+        model, _ = _fit(ChannelsLast(), model=normed())
+    torch.testing.assert_close(model.state_dict(), _fit(model=normed())[0].state_dict(), rtol=0, atol=0)
+
+
 def test_weights_that_are_laid_out_so_already_are_not_touched() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert to_channels_last_(model) == ()

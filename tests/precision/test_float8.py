@@ -183,6 +183,16 @@ def test_a_model_without_a_layer_for_it_is_refused(stand_in: None) -> None:
         Float8Swap(nn.Sequential(nn.Linear(16, 16)), skip=["0"])
 
 
+@pytest.mark.parametrize(
+    ("skip", "hint"), [("haed", "The linear"), ("body", r"write 'body\.\*'"), ("body.1", "The linear")]
+)
+def test_what_skip_cannot_mean_is_refused_and_nothing_is_changed(stand_in: None, skip: str, hint: str) -> None:
+    module = Module()
+    with pytest.raises(MisconfigurationException, match=rf"skip: '{skip}' names no linear layer.*{hint}.*'body\.0'"):
+        _fit(Float8Precision(skip=["head", skip], emulate=True), module)
+    assert {type(layer) for layer in module.modules() if isinstance(layer, nn.Linear)} == {nn.Linear}
+
+
 def test_without_torchao_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.float8", raising=False)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from email.message import Message
 
 import pytest
 
@@ -64,6 +65,10 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr(needs.importlib.metadata, "requires", lambda name: requires)
     monkeypatch.setattr(needs.importlib.metadata, "version", version)
+    metadata = Message()
+    for extra in ("fine", "mixed", "outer", "everywhere", "with-hyphen"):
+        metadata["Provides-Extra"] = extra
+    monkeypatch.setattr(needs.importlib.metadata, "metadata", lambda name: metadata)
     return installed
 
 
@@ -79,9 +84,17 @@ def test_what_is_required_without_the_extra_is_not_the_extras_lack(libraries: di
     assert missing_needs(["extra:everywhere"], CPU) == ()
 
 
+def test_an_extra_that_the_installed_package_does_not_know_is_missing(libraries: dict[str, str]) -> None:
+    (text,) = missing_needs(["extra:new"], CPU)
+    assert text.startswith("the extra 'new', which lightning-speedkit as it is installed does not know (reinstall it: ")
+    assert "pip install -e '.[new]'" in text
+    assert missing_needs(["extra:with_hyphen"], CPU) == ()
+
+
 def test_from_a_source_tree_nobody_knows_what_an_extra_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> list[str]:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(needs.importlib.metadata, "requires", none)
+    monkeypatch.setattr(needs.importlib.metadata, "metadata", none)
     assert missing_needs(["extra:quant"], CPU) == ()

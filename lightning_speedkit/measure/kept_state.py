@@ -1,31 +1,35 @@
-"""What a trial of a batch size changes, put back after each trial; the copies are on the host.
+"""Everything that a trial of training touches, kept before it and put back after it, as often as it is asked.
 
-Kept are random states; parameters, gradients and buffers; and the attributes of modules, optimizers, schedulers and
-loaders that are numbers, texts, tensors, generators, or lists, dicts and sets of them. Tensors get their values back in
-place. A copy on the device would leave less room than the training has.
+Kept are random states; parameters, gradients and buffers; the attributes of modules, optimizers, schedulers and loaders
+that are numbers, texts, tensors, generators, or lists, dicts and sets of them, which covers the state of an optimizer
+and of torchmetrics; and where a loader is. Tensors get their values back in place, so that whoever refers to them still
+does. The copies are on the host: on the device they would leave less room than the training has.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-__all__ = ["GENERATORS", "Kept"]
+__all__ = ["GENERATORS", "KeptState", "keeping"]
 
 GENERATORS = (torch.Generator, random.Random, numpy.random.Generator)
 
 
-class Kept:
+class KeptState:
     """Remembers what it is shown, and puts it back as often as :meth:`restore` is called.
 
     >>> layer = nn.Linear(1, 1)
-    >>> before, kept = layer.weight.item(), Kept()
+    >>> before, kept = layer.weight.item(), KeptState()
     >>> kept.module(layer)
     >>> _ = nn.init.constant_(layer.weight, 5.0)
     >>> kept.restore()
@@ -74,16 +78,46 @@ class Kept:
             if isinstance(value, contents):
                 self._content(value)
 
+    def replaced(self, owner: object, name: str, value: Any) -> None:
+        """Put another value in an attribute until things are put back."""
+        found, inherited = getattr(owner, name), name not in vars(owner) and callable(getattr(type(owner), name, None))
+        setattr(owner, name, value)
+        self._undo.append(lambda: vars(owner).pop(name, None) if inherited else setattr(owner, name, found))
+
+    def loaders(self, given: Any) -> None:
+        """Where the loaders are that ``fit`` was given: one, or a list or dict of them; see :meth:`loader`."""
+        if isinstance(given, CombinedLoader):
+            self.attributes(given)
+        else:
+            given = CombinedLoader(given, "max_size_cycle")
+        for loader in given.flattened:
+            self.loader(loader)
+
     def loader(self, loader: Any) -> None:
-        """Where a DataLoader is: its generators and samplers, not its dataset; workers that it kept rest meanwhile."""
-        iterator = vars(loader).get("_iterator")
-        vars(loader)["_iterator"] = None  # workers that persist stay with the iterator that they are of
-        self._at_end.append(lambda: vars(loader).update(_iterator=iterator))
-        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        for owner in (loader, loader.sampler, loader.batch_sampler, inner):
-            if hasattr(owner, "__dict__") and id(owner) not in self._seen:
-                self._seen.add(id(owner))
-                self.attributes(owner, skip=("dataset", "data_source"))
+        """Where a loader is: its generators and samplers, or its state if it has one. Not its dataset.
+
+        Workers that it kept rest meanwhile.
+
+        Raises:
+            ValueError: It is an iterator, which gives each batch once.
+        """
+        if hasattr(loader, "__next__"):
+            raise ValueError(
+                f"The training batches come from a {type(loader).__name__}, which gives each of them once, so a "
+                "trial would take them from the training. Give an object that can be iterated again, such as a DataLoader."
+            )
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            state = loader.state_dict()
+            self._undo.append(lambda: loader.load_state_dict(state))
+        elif isinstance(loader, DataLoader):
+            iterator = vars(loader).get("_iterator")
+            vars(loader)["_iterator"] = None  # workers that persist stay with the iterator that they are of
+            self._at_end.append(lambda: vars(loader).update(_iterator=iterator))
+            inner = getattr(loader.batch_sampler, "sampler", None)
+            for owner in (loader, loader.sampler, loader.batch_sampler, inner):
+                if hasattr(owner, "__dict__") and id(owner) not in self._seen:
+                    self._seen.add(id(owner))
+                    self.attributes(owner, skip=("dataset", "data_source"))
 
     def restore(self) -> None:
         """Put everything back, what was kept last first."""
@@ -94,7 +128,7 @@ class Kept:
     def finish(self) -> None:
         """Put everything back for the last time."""
         self.restore()
-        for undo in self._at_end:
+        for undo in reversed(self._at_end):
             undo()
 
     def _gradient(self, parameter: Tensor) -> None:
@@ -117,6 +151,25 @@ class Kept:
             self._undo.append(undo)
         for part in parts:
             self._content(part)
+
+
+@contextmanager
+def keeping() -> Iterator[KeptState]:
+    """A :class:`KeptState` that puts everything back at the end of the ``with``, whatever happens there.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> before = layer.weight.item()
+    >>> with keeping() as kept:
+    ...     kept.module(layer)
+    ...     _ = nn.init.constant_(layer.weight, 5.0)
+    >>> layer.weight.item() == before
+    True
+    """
+    kept = KeptState()
+    try:
+        yield kept
+    finally:
+        kept.finish()
 
 
 def _undo_of(value: Any) -> tuple[Callable[[], None] | None, Iterable[Any]]:
