@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("kit")
 def _as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # lightning_logs and the like land here
     environment, known = dict(os.environ), dict(REGISTRY._presets)
+    torch.backends.cudnn.benchmark = False  # a Trainer with benchmark=True leaves it on
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

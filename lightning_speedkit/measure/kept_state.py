@@ -104,7 +104,7 @@ class KeptState:
         if hasattr(loader, "__next__"):
             raise ValueError(
                 f"The training batches come from a {type(loader).__name__}, which gives each of them once, so a "
-                "trial would take them from the training. Give an object that can be iterated again, such as a DataLoader."
+                "trial would take them from the training. Give what can be iterated again, such as a DataLoader."
             )
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             state = loader.state_dict()

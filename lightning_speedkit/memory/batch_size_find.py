@@ -197,8 +197,8 @@ def check_search(start: int, limit: int | None, target: str, margin: float, step
         raise ValueError(f"target={target!r} is unknown; use 'memory' or 'throughput'.")
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise TypeError(f"margin={margin!r} must be a number; got {type(margin).__name__}.")
-    if not 0 <= margin < math.inf:
-        raise ValueError(f"margin={margin!r} must be 0 or more; 0.1 leaves room for a tenth more samples.")
+    if not 0 <= margin <= 1:
+        raise ValueError(f"margin={margin!r} must be from 0 to 1; 0.1 leaves room for a tenth more samples.")
 
 
 def samples_for(size: int, margin: float) -> int:

@@ -48,7 +48,9 @@ def size_of_loaders(loaders: list[Any]) -> int:
     sizes: list[Any] = [getattr(loader, "batch_size", None) for loader in loaders]
     for loader, size in zip(loaders, sizes, strict=True):
         if not isinstance(size, int):
-            raise MisconfigurationException(_no_other_size(loader, "it has no batch_size"))
+            given = isinstance(loader, DataLoader)
+            reason = "its batch_size is None" if given else "it has no batch_size (of a list, each entry is a loader)"
+            raise MisconfigurationException(_no_other_size(loader, reason))
     if len(set(sizes)) > 1:
         raise MisconfigurationException(
             f"BatchSizeSearch finds one batch size, and the training loaders have {sizes}. Give them the same one, or "

@@ -32,6 +32,12 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"BatchSizeSearch hands over the batches, and {type(module).__name__}.training_step takes the "
             "dataloader_iter. Let it take (batch, batch_idx), or remove the callback."
         )
+    pieces = [one for one in trainer.callbacks if any(c.__name__ == "AutoMicroBatch" for c in type(one).__mro__)]  # type: ignore[attr-defined]
+    if pieces:  # of another area, which this one does not import
+        raise MisconfigurationException(
+            "BatchSizeSearch beside AutoMicroBatch would find that every size fits, since that computes batches in "
+            "pieces. Use one of them."
+        )
     plain = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
     if not plain or isinstance(trainer.strategy, (DeepSpeedStrategy, XLAStrategy)):  # DDPStrategies by class only
         raise MisconfigurationException(

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_speedkit.memory.checkpoint_budget_live import LiveBytes
 from lightning_speedkit.memory.memory_estimate_copy import (
@@ -114,7 +115,7 @@ def estimate_memory(
     Raises:
         ValueError: If an argument is not one of those allowed, if the loss is no scalar, or if the module cannot run
             without data; the message says which operation it was.
-        TypeError: If ``module`` is no module.
+        TypeError: If ``module`` is no module, or ``batch`` holds no tensor.
 
     >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     >>> estimate = estimate_memory(model, torch.zeros(64, 256))
@@ -124,7 +125,12 @@ def estimate_memory(
     'backward'
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a torch.nn.Module, got {type(module).__name__}.")
+        made = f" Make one: {module.__name__}(...)." if isinstance(module, type) else ""
+        raise TypeError(f"module is a torch.nn.Module, got {getattr(module, '__name__', type(module).__name__)}.{made}")
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        raise TypeError(
+            f"batch is one batch of tensors, such as next(iter(loader)), got {type(batch).__name__} without a tensor."
+        )
     if method not in ("fake", "run"):
         raise ValueError(f"method={method!r} is neither 'fake' nor 'run'.")
     found = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -132,7 +138,7 @@ def estimate_memory(
     place, kind = checked_device(place), checked_precision(precision)
     if method == "run" and place.type != found.type:
         raise ValueError(f"method='run' runs where the module is, on {found}; device={str(place)!r} is elsewhere.")
-    with leaves_no_trace(), telling_what_to_do(method):
+    with leaves_no_trace(), telling_what_to_do(method, batch):
         copied = copy_for(module, kind, place, fake=method == "fake")
         with copied.mode:
             sent = batch_for(batch, kind, place, copied)

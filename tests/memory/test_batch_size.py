@@ -102,6 +102,7 @@ def test_skipped_where_nothing_is_to_be_tried(caplog: pytest.LogCaptureFixture) 
         ({"steps": 1}, "steps=1 must be 2"),
         ({"target": "speed"}, "target='speed' is unknown"),
         ({"margin": -0.1}, "margin=-0.1"),
+        ({"margin": 10}, "margin=10 must be from 0 to 1"),
         ({"scale_lr": "cubic"}, "scale_lr='cubic'"),
     ],
 )

@@ -73,6 +73,7 @@ def test_a_stream_needs_a_limit() -> None:
     ("data", "message"),
     [
         (_Plain(), "_Plain another batch size: it has no batch_size"),
+        (DataLoader(dataset(), None), "DataLoader another batch size: its batch_size is None"),
         (_Own(), "_Own another batch size: it has a constructor of its own"),
         ({"a": DataLoader(dataset(), 4), "b": DataLoader(dataset(), 5)}, r"have \[4, 5\]"),
     ],

@@ -49,14 +49,19 @@ class _TakesTheLoader(BoringModel):
         return None
 
 
-def _of(strategy: Any, ranks: int = 1) -> Any:
-    return SimpleNamespace(strategy=strategy, world_size=ranks)
+class AutoMicroBatch(Callback):
+    """Of this name."""
+
+
+def _of(strategy: Any, ranks: int = 1, *callbacks: Any) -> Any:
+    return SimpleNamespace(strategy=strategy, world_size=ranks, callbacks=[*callbacks])
 
 
 @pytest.mark.parametrize(
     ("trainer", "module", "message"),
     [
         (_of(SingleDeviceStrategy()), _TakesTheLoader(), r"_TakesTheLoader\.training_step takes the dataloader_iter"),
+        (_of(SingleDeviceStrategy(), 1, AutoMicroBatch()), BoringModel(), "beside AutoMicroBatch would find"),
         (_of(FSDPStrategy()), BoringModel(), "does not work with FSDPStrategy: it supports one device and DDP"),
         (_of(DDPStrategy(), 2), nn.Sequential(nn.SyncBatchNorm(2)), "does not work with SyncBatchNorm"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -168,6 +169,9 @@ def test_the_table_is_told_as_text() -> None:
     ("arguments", "error", "words"),
     [
         ({"module": 3}, TypeError, "module is a torch.nn.Module, got int"),
+        ({"module": nn.ReLU}, TypeError, "module is a torch.nn.Module, got ReLU. Make one: ReLU(...)."),
+        ({"batch": 4}, TypeError, "batch is one batch of tensors, such as next(iter(loader)), got int"),
+        ({"batch": [torch.utils.data.DataLoader([1])]}, TypeError, "got list without a tensor"),
         ({"precision": "bf16"}, ValueError, "precision='bf16' is not one of '32-true', 'bf16-mixed'"),
         ({"method": "guess"}, ValueError, "method='guess' is neither 'fake' nor 'run'"),
         ({"optimizer": "adamwx"}, ValueError, "optimizer='adamwx' is unknown. Did you mean 'adamw'"),
@@ -176,7 +180,7 @@ def test_the_table_is_told_as_text() -> None:
     ],
 )
 def test_bad_input_is_told(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words.replace("(", r"\(")):
+    with pytest.raises(error, match=re.escape(words)):
         estimate_memory(**{"module": _mlp(), "batch": torch.zeros(2, 64), **arguments})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +50,12 @@ def test_a_trainer_that_is_asked_for_is_told() -> None:
         estimate_memory(Asks(), torch.zeros(2))
 
 
-def test_other_errors_are_the_users_own() -> None:
-    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+def test_other_errors_are_the_users_own(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
         estimate_memory(nn.Linear(4, 4), torch.zeros(2, 3))
+    assert caplog.text == ""
+    assert logging.getLogger("torch._subclasses.fake_tensor").filters == []
+    if sys.version_info >= (3, 11):
+        assert "a batch of these shapes: [2, 3]" in raised.value.__notes__[0]
     with pytest.raises(KeyError, match="mine"), telling_what_to_do("fake"):
         raise KeyError("mine")
