@@ -1,23 +1,26 @@
-"""What int8 gains and costs for inference on a CPU: a convolutional net, an MLP and an LSTM that read digits.
+"""What int8 gains and costs for inference on a CPU: six networks that read digits, by every engine.
 
-    python -m benchmarks.quantize [--rounds 7] [--smoke]
+    python -m benchmarks.quantize [--rounds 5] [--networks MLP,LSTM] [--smoke]
 
-Each run trains the network anew, always from the same seed, makes the variant of it, and asks that for the digits of
-the test split. ``bytes`` is the file that keeps it, ``seconds_batch_1`` and ``seconds_batch_64`` are medians of its
-forward on one thread. The networks have 0.24 to 0.30 million parameters. ``DigitNet`` is the model of the demo and
-reads images of 64 by 64 pixels, the others the 8 by 8 pixels that these were made from. A competent person folds batch
-norm into the convolutions before inference; so int8, which does that too, is held against the folded network as well.
+Each network is trained once from the same seed. Every run loads those weights in a fresh process, converts the network
+by one engine on 256 training images, and asks it for the digits of the test split. ``bytes`` are the files that keep it,
+``seconds_batch_1`` and ``seconds_batch_32`` are medians of its forward on one thread, ``relative_error`` is the distance
+of its scores from those of the float network. ONNX Runtime's own float32 is measured beside its int8, because the runtime alone is faster
+than eager torch.
+
+``DigitNet`` is the model of the demo; it and the networks of timm read images of 64 by 64 pixels, the others the 8 by 8
+pixels that these were made from. ``MLP`` has three hidden layers of 1024, ``Encoder`` is ``nn.TransformerEncoder`` with two
+layers of width 256, which reads an image row by row, as ``LSTM`` does.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
@@ -26,50 +29,65 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FUNCTION = "benchmarks.quantize:measure"
-_BATCH = 64
-EPOCHS = {"DigitNet": 8, "MLP": 20, "LSTM": 40}
+_TRAIN_BATCH, _BATCH = 64, 32
+EPOCHS = {"DigitNet": 8, "MLP": 20, "LSTM": 40, "Encoder": 12, "MobileNetV3-small": 10, "EfficientNet-B0": 6}
+TIMM = {"MobileNetV3-small": "mobilenetv3_small_100", "EfficientNet-B0": "efficientnet_b0"}
+ENGINES = (
+    "onnxruntime-float32",
+    "onnxruntime-static",
+    "onnxruntime-dynamic",
+    "torch-ao-static",
+    "torch-ao-dynamic",
+    "torchao-weight-int8",
+)
 
 
-def measure(network: str, way: str, epochs: int, calls: int, limit: int | None = None) -> dict[str, float]:
-    """Train ``network`` and measure it as ``way``: ``"float"``, ``"folded"`` or ``"int8"``.
+def measure(
+    network: str, engine: str | None, epochs: int, calls: int, weights: str, limit: int | None = None
+) -> dict[str, float]:
+    """Measure ``network`` as ``engine`` converts it; ``None`` is eager float32.
 
-    ``calls`` is how often each forward is timed; ``limit`` takes that many digits per split.
+    ``calls`` is how often each forward is timed at most; ``limit`` takes that many digits per split; ``weights`` is a
+    folder for the trained weights, which the first run fills.
     """
     import torch
 
-    from lightning_speedkit.compress import quantize_model, save_quantized
+    from lightning_speedkit.compress.calls import Call
+    from lightning_speedkit.compress.engine import engine_named
+    from lightning_speedkit.compress.float_copy import float_copy
+    from lightning_speedkit.compress.quality import relative_error
 
-    torch.manual_seed(0)
-    model = _network(network)
-    images, labels = _split(network, "train", limit)
-    _train(model, images, labels, epochs)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.pt")
-        if way == "int8":
-            model, details = quantize_model(model, list(images[: 8 * _BATCH].split(_BATCH)))
-            save_quantized(model, details.recipe, path)
-        else:
-            model = _folded(model) if way == "folded" else model
-            torch.save(model.state_dict(), path)
-        size = path.stat().st_size
+    model = _trained(network, epochs, limit, Path(weights))
+    asked: Any = model
+    if engine is None:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(model.state_dict(), Path(folder, "model.pt"))
+            size = Path(folder, "model.pt").stat().st_size
+    else:
+        images, _ = _split(network, "train", limit)
+        batches = [Call("", (batch,), {}) for batch in images[: 8 * _BATCH].split(_BATCH)]
+        converted = engine_named(engine).convert(float_copy(model), batches)
+        asked, size = converted.module, converted.bytes
     images, labels = _split(network, "test", limit)
     with torch.no_grad():
-        # batch by batch: a layer that measures the range of its input measures that of the whole batch
-        scores = torch.cat([model(batch) for batch in images.split(_BATCH)])
+        scores = torch.cat([asked(batch) for batch in images.split(_BATCH)])
+        expected = torch.cat([model(batch) for batch in images.split(_BATCH)])
         return {
             "bytes": size,
-            "seconds_batch_1": _median_seconds(model, images[:1], calls),
-            "seconds_batch_64": _median_seconds(model, images[:_BATCH], calls),
+            "seconds_batch_1": _median_seconds(asked, images[:1], calls),
+            "seconds_batch_32": _median_seconds(asked, images[:_BATCH], calls),
             "test_accuracy": float((scores.argmax(dim=1) == labels).float().mean()),
+            "relative_error": relative_error([expected], [scores]),
         }
 
 
 def _network(name: str) -> nn.Module:
+    import torch
     from torch import nn
 
     from lightning_speedkit.demo.model import DigitNet
 
-    class RowReader(nn.Module):
+    class Recurrent(nn.Module):
         """Reads an image row by row."""
 
         def __init__(self) -> None:
@@ -81,12 +99,33 @@ def _network(name: str) -> nn.Module:
             scores: torch.Tensor = self.head(self.rows(images.squeeze(1))[0][:, -1])
             return scores
 
+    class Encoder(nn.Module):
+        """Attends to the rows of an image."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(8, 256), nn.Linear(256, 10)
+            self.position = nn.Parameter(torch.randn(8, 256) * 0.02)
+            layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            rows = self.embed(images.squeeze(1)) + self.position
+            scores: torch.Tensor = self.head(self.encoder(rows).mean(dim=1))
+            return scores
+
+    if name in TIMM:
+        import timm
+
+        made: nn.Module = timm.create_model(TIMM[name], pretrained=False, num_classes=10, in_chans=1)
+        return made
     if name == "DigitNet":
         return DigitNet()
     if name == "MLP":
-        layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-        return nn.Sequential(nn.Flatten(), *layers)
-    return RowReader()
+        widths = [64, 1024, 1024, 1024]
+        hidden = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(1024, 10))
+    return Recurrent() if name == "LSTM" else Encoder()
 
 
 def _split(network: str, split: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +136,7 @@ def _split(network: str, split: str, limit: int | None) -> tuple[torch.Tensor, t
 
     images, labels = load_digits()
     indices = split_indices(split)[:limit]
-    if network == "DigitNet":
+    if network == "DigitNet" or network in TIMM:
         pixels = torch.stack([torch.from_numpy(numpy.array(render_digit(images[index]))) for index in indices])
         inputs = to_network_input(pixels)
     else:
@@ -105,83 +144,88 @@ def _split(network: str, split: str, limit: int | None) -> tuple[torch.Tensor, t
     return inputs.unsqueeze(1), torch.from_numpy(labels[indices]).long()
 
 
-def _train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, epochs: int) -> None:
+def _trained(network: str, epochs: int, limit: int | None, folder: Path) -> nn.Module:
     import torch
 
+    torch.manual_seed(0)
+    model = _network(network)
+    path = folder / f"{network}-{epochs}-{limit}.pt"
+    if path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+        return model.eval()
+    images, labels = _split(network, "train", limit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
     for _ in range(epochs):
-        for indices in torch.randperm(len(images)).split(_BATCH):
+        for indices in torch.randperm(len(images)).split(_TRAIN_BATCH):
             loss = torch.nn.functional.cross_entropy(model(images[indices]), labels[indices])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    model.eval()
-
-
-def _folded(model: nn.Module) -> nn.Module:
-    from torch import nn
-    from torch.nn.utils.fusion import fuse_conv_bn_eval
-
-    model = copy.deepcopy(model)
-    for part in list(model.modules()):
-        children = list(part.named_children())
-        for (name, layer), (norm, following) in itertools.pairwise(children):
-            if isinstance(layer, nn.Conv2d) and isinstance(following, nn.BatchNorm2d):
-                setattr(part, name, fuse_conv_bn_eval(layer, following))
-                setattr(part, norm, nn.Identity())
-    return model
+    torch.save(model.state_dict(), path)
+    return model.eval()
 
 
 def _median_seconds(model: nn.Module, batch: torch.Tensor, calls: int) -> float:
-    for _ in range(max(3, calls // 10)):
+    """The median over ``calls`` calls, or over as many as fit into four seconds."""
+    for _ in range(max(3, calls // 20)):
         model(batch)
-    seconds = []
-    for _ in range(calls):
+    seconds: list[float] = []
+    end = time.perf_counter() + 4.0
+    while len(seconds) < calls and (len(seconds) < 5 or time.perf_counter() < end):
         start = time.perf_counter()
         model(batch)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
-def variants(calls: int = 300, epochs: int | None = None, limit: int | None = None) -> list[Variant]:
-    """Every network as it is and in int8, held against itself in float."""
-
-    def variant(network: str, name: str, way: str, baseline: str) -> Variant:
-        arguments = {
-            "network": network,
-            "way": way,
-            "epochs": epochs or EPOCHS[network],
-            "calls": calls,
-            "limit": limit,
-        }
-        return Variant(f"{network}, {name}", _FUNCTION, arguments, f"{network}, {baseline}")
-
+def variants(
+    weights: str,
+    networks: list[str] | None = None,
+    calls: int = 300,
+    epochs: int | None = None,
+    limit: int | None = None,
+) -> list[Variant]:
+    """Every network in eager float32 and by every engine, held against the first."""
     told = []
-    for network in EPOCHS:
-        told.append(variant(network, "float", "float", "float"))
+    for network in networks or EPOCHS:
         # what two equal runs differ by: the noise to hold the others against
-        told.append(variant(network, "float again", "float", "float"))
-        told.append(variant(network, "int8", "int8", "float"))
-        if network == "DigitNet":
-            told.append(variant(network, "folded", "folded", "float"))
-            told.append(variant(network, "int8 against folded", "int8", "folded"))
+        ways: list[tuple[str, str | None]] = [
+            ("eager", None),
+            ("eager again", None),
+            *((name, name) for name in ENGINES),
+        ]
+        for name, engine in ways:
+            arguments = {
+                "network": network,
+                "engine": engine,
+                "epochs": epochs or EPOCHS[network],
+                "calls": calls,
+                "weights": weights,
+                "limit": limit,
+            }
+            needs = "timm" if network in TIMM else "onnxruntime" if engine and "onnx" in engine else None
+            told.append(Variant(f"{network}, {name}", _FUNCTION, arguments, f"{network}, eager", requires=needs))
     return told
 
 
 def main() -> None:
     """Run it from the command line."""
-    arguments = benchmark_arguments("Bytes, seconds and accuracy of int8 against float.", rounds=7)
-    smoke = {"calls": 5, "epochs": 1, "limit": 128}
-    run_benchmark(
-        "quantize",
-        variants(**(smoke if arguments.smoke else {})),
-        rounds=arguments.rounds,
-        warmup=arguments.warmup,
-        forked=arguments.smoke,
-        higher_is_better=["test_accuracy"],
-        results=arguments.results,
-    )
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--networks", default=None, help=f"some of {','.join(EPOCHS)} (all)")
+    arguments = benchmark_arguments("Bytes, seconds and accuracy of int8 against float.", rounds=5, parent=parser)
+    networks = arguments.networks.split(",") if arguments.networks else None
+    smoke: dict[str, Any] = {"calls": 3, "epochs": 1, "limit": 64, "networks": networks or ["MLP"]}
+    with tempfile.TemporaryDirectory() as weights:
+        run_benchmark(
+            "quantize",
+            variants(weights, **(smoke if arguments.smoke else {"networks": networks})),
+            rounds=arguments.rounds,
+            warmup=arguments.warmup,
+            forked=arguments.smoke,
+            higher_is_better=["test_accuracy"],
+            results=arguments.results,
+        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import ChannelsLast, CompileModel
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.precision import ChannelsLast, CompileModel
 
 
 def loader() -> DataLoader:

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import BatchSizeSearch
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.memory.batch_size import BatchSizeSearch
 
 MOST = 300
 

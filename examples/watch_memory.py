@@ -14,11 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import CacheRelease, LeakMonitor, OOMSnapshot, PeakMemory
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.memory.cache_release import CacheRelease
-from lightning_speedkit.memory.leak_monitor import LeakMonitor
-from lightning_speedkit.memory.oom_snapshot import OOMSnapshot
-from lightning_speedkit.memory.peak_memory import PeakMemory
 
 
 def loader(batch_size: int) -> DataLoader:

@@ -20,11 +20,38 @@ _STARTED = sys.argv[0] if getattr(sys, "argv", None) else ""
 _IS_COMMAND = _STARTED.replace("\\", "/").rpartition("/")[2] in ("speedkit", "speedkit.exe") or (
     _STARTED == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_speedkit"]
 )
-_AREAS = ("errors", "presets", "measure", "compress", "data", "memory", "optimize", "parallel", "precision")
+_AREAS = (
+    *("errors", "presets", "measure", "architecture", "compress", "data", "memory", "optimize", "parallel"),
+    "precision",
+)
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from lightning_speedkit import presets
-    from lightning_speedkit.compress import QuantizeOnFitEnd, load_quantized
+    from lightning_speedkit.architecture import (
+        Backbone,
+        BackboneTable,
+        apply_plan,
+        build_backbone,
+        lighten,
+        pick_backbone,
+        published_accuracies,
+    )
+    from lightning_speedkit.compress import (
+        Distillation,
+        FakeQuantization,
+        Pruning,
+        QuantizationAwareTraining,
+        QuantizeOnFitEnd,
+        ShrinkPlan,
+        ShrinkReport,
+        StructuredPruning,
+        distillation_loss,
+        load_quantized,
+        load_shrunk,
+        prune_weights,
+        resize_to,
+        shrink_model,
+    )
     from lightning_speedkit.data import (
         CutMix,
         DevicePrefetcher,
@@ -94,6 +121,8 @@ __all__ = [
     "ActivationCheckpointing",
     "AutoMicroBatch",
     "AverageWeights",
+    "Backbone",
+    "BackboneTable",
     "BatchSizeSearch",
     "CacheRelease",
     "ChannelsLast",
@@ -101,6 +130,8 @@ __all__ = [
     "CutMix",
     "DevicePrefetcher",
     "DeviceTransform",
+    "Distillation",
+    "FakeQuantization",
     "Float8Precision",
     "GradientClipping",
     "ImageField",
@@ -117,6 +148,8 @@ __all__ = [
     "OOMSnapshot",
     "OptimizerChoice",
     "PeakMemory",
+    "Pruning",
+    "QuantizationAwareTraining",
     "QuantizeOnFitEnd",
     "RandomCrop",
     "RandomErase",
@@ -125,24 +158,37 @@ __all__ = [
     "RunRecorder",
     "ScheduleChoice",
     "ScheduleFreeSwitch",
+    "ShrinkPlan",
+    "ShrinkReport",
     "SpeedkitCLI",
     "SpeedkitDDPStrategy",
     "SpeedkitDataModule",
     "SpeedkitError",
     "SpeedkitMixedPrecision",
     "SpikeGuard",
+    "StructuredPruning",
     "__version__",
+    "apply_plan",
+    "build_backbone",
     "build_optimizer",
     "build_schedule",
+    "distillation_loss",
     "estimate_memory",
     "fastest_precision",
     "find_batch_size",
+    "lighten",
     "load_quantized",
+    "load_shrunk",
     "lr_range_test",
     "measure_precision",
     "optimizers_for",
+    "pick_backbone",
     "plan_checkpoints",
     "presets",
+    "prune_weights",
+    "published_accuracies",
+    "resize_to",
+    "shrink_model",
     "stage_to_local",
     "suggest_loader",
     "trainer_kwargs",
@@ -163,7 +209,7 @@ def __getattr__(name: str) -> Any:
             module = import_module(f"lightning_speedkit.{area}")
             if hasattr(module, name):
                 return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_speedkit.errors import UnknownPresetError
+from lightning_speedkit.errors import UnknownPresetError, did_you_mean
 from lightning_speedkit.facts import Hardware
 
 __all__ = ["Part", "Preset", "Registry", "TrainerPatch"]
@@ -118,11 +117,8 @@ class Registry:
             if isinstance(name, str) and "," in name:
                 each = ", ".join(repr(part.strip()) for part in name.split(",") if part.strip())
                 raise UnknownPresetError(f"{name!r} is not one preset; give each name by itself: {each}.") from None
-            alike = str(name).lower().replace("_", "-")  # names are in lower case with hyphens
-            near = difflib.get_close_matches(alike, self._presets, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-            known = ", ".join(self._presets)
-            raise UnknownPresetError(f"There is no preset {name!r}.{hint} Known: {known}.") from None
+            hint = did_you_mean(name, self._presets, most=3, cutoff=0.5)
+            raise UnknownPresetError(f"There is no preset {name!r}.{hint} Known: {', '.join(self._presets)}.") from None
 
     def register(self, preset: Preset, *, override: bool = False) -> None:
         """Add a preset. The same preset again is no error; another one under a taken name is, unless ``override``."""

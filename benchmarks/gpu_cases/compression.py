@@ -26,7 +26,7 @@ def quantize_on_fit_end(run: CaseRun) -> None:
     devices: list[str] = []
     with_it.net.register_forward_hook(lambda *called: devices.append(called[-1].device.type))
     with TemporaryDirectory() as folder:
-        callback = QuantizeOnFitEnd(folder=folder, backend="dynamic")
+        callback = QuantizeOnFitEnd(folder=folder, backend="torch-ao-dynamic", objective="size")
         fit(run, with_it, data, callbacks=[callback])
     fit(run, without, data)
     pairs = zip(with_it.net.parameters(), without.net.parameters(), strict=True)

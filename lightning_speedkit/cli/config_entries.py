@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.cli import Namespace  # type: ignore[attr-defined]
 
+from lightning_speedkit.errors import nearest_names
 from lightning_speedkit.presets.merge import PRECISION, Key, Setting
 from lightning_speedkit.presets.selection import Given
 
@@ -87,7 +87,7 @@ def hint_of_presets(message: str) -> str:
     """
     found = _UNKNOWN.search(message)
     key = "" if found is None else found[1].rpartition(".")[2]
-    if not difflib.get_close_matches(key, ["presets"]):
+    if not nearest_names(key, ["presets"]):
         return ""
     return "; did you mean presets? It stands beside trainer and model, not in them."
 

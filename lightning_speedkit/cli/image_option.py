@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from lightning_speedkit.errors import nearest_names
 
 if TYPE_CHECKING:
     from lightning_speedkit.data.images.image_field import ImageField
@@ -57,7 +58,7 @@ def check_images(images: Sequence[Image], stores: Iterable[Path], wrong: Callabl
             if not there:
                 wrong(f"--image {key}={size}: {path} has no field of encoded bytes; leave out --image")
             names = list(there.values())
-            near = difflib.get_close_matches(key, names, n=1) or names[:1]
+            near = nearest_names(key, names, most=1) or names[:1]
             wrong(
                 f"--image {key}={size}: {path} has no encoded bytes at {key!r}. Fields of encoded bytes: "
                 f"{', '.join(map(repr, names))}. Did you mean --image {near[0]}={size}?"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import errno
 import io
 import os
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from lightning_speedkit.cli import data, demo, pack, presets, verify
-from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.errors import SpeedkitError, nearest_names
 from lightning_speedkit.version import __version__
 
 __all__ = ["main"]
@@ -40,11 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of a command with an example, the example is told when something is missing."""
+    """When something is missing, its commands are told, or the example of one that has none."""
 
     def error(self, message: str) -> NoReturn:
-        if "arguments are required" in message and (self.epilog or "").startswith("for example"):
-            message += f" ({self.epilog})"
+        if "arguments are required" in message:
+            if commands := _choices(self):
+                message = f"a command is missing: {', '.join(commands)}."
+            elif (self.epilog or "").startswith("for example"):
+                message += f" ({self.epilog})"
         super().error(message)
 
 
@@ -132,10 +134,17 @@ def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Names
     args, left = parser.parse_known_args(words)
     if left:
         wrong = next((word.partition("=")[0] for word in left if word.startswith("--")), "")
-        near = difflib.get_close_matches(wrong, _options(parser, words), n=1) if wrong else []
+        near = nearest_names(wrong, _options(parser, words), most=1) if wrong else []
         hint = f" (did you mean {near[0]}?)" if near else ""
-        parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+        _named_parser(parser, words).error(f"unrecognized arguments: {' '.join(left)}{hint}")
     return args
+
+
+def _named_parser(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """That of the command that the words name, whose usage is the one to show."""
+    commands = _choices(parser)
+    named = next((word for word in words if word in commands), None)
+    return parser if named is None else _named_parser(commands[named], words[words.index(named) + 1 :])
 
 
 def _options(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
@@ -166,6 +175,6 @@ def _suggest(parser: argparse.ArgumentParser, commands: list[str], words: list[s
     names = {name: name for name in commands}
     for command, subparser in _choices(parser).items():
         names |= {below: f"speedkit {command} {below}" for below in _choices(subparser) if below not in names}
-    near = difflib.get_close_matches(first, names, n=1, cutoff=0.5)
+    near = nearest_names(first, names, most=1, cutoff=0.5)
     hint = f" Did you mean {names[near[0]]!r}?" if near else ""
     parser.error(f"there is no command {first!r}.{hint} Commands: {', '.join(commands)}.")

@@ -1,6 +1,8 @@
-"""Keeps an int8 model as a file: its state and the recipe that repeats its structure on a fresh float model.
+"""Keeps a quantized network in files and makes it again from them, in a fresh process and without running code of theirs.
 
-The file loads with ``torch.load(weights_only=True)``: it holds plain Python and tensors, and no code of the model.
+As a ``state_dict`` (``model.pt``) it needs a float model of the same structure; it loads with
+``torch.load(weights_only=True)``. A graph of ONNX (``model.onnx``) or ``torch.export`` (``model.pt2``) needs none.
+``manifest.json`` beside them holds their hashes, and how the network is called.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_speedkit.compress.artefact_folder import MANIFEST_FILE, read_manifest
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.int8 import follow_recipe
 from lightning_speedkit.compress.torch_ao import (
@@ -24,10 +27,10 @@ from lightning_speedkit.compress.torch_ao import (
 )
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["MODEL_FILE", "REPORT_FILE", "int8_state", "load_quantized", "publish", "save_quantized"]
+__all__ = ["MODEL_FILE", "REPORT_FILE", "int8_state", "load_quantized", "load_state", "publish", "save_quantized"]
 
 MODEL_FILE, REPORT_FILE = "model.pt", "report.json"
-_FORMAT = 1
+_FORMAT, _PLAIN_FORMAT = 1, 2
 
 
 def int8_state(module: nn.Module) -> dict[str, Any]:
@@ -70,20 +73,27 @@ def publish(path: Path, write: Any) -> None:
         raise
 
 
-def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module:
-    """The int8 model that was written to ``path``, as a new module of the kind of ``module``.
+def load_quantized(
+    path: str | os.PathLike[str], module: nn.Module | None = None, *, format: str | None = None
+) -> nn.Module:
+    """The quantized network that was written to ``path``, as a new module on the CPU in eval mode.
 
     Args:
-        path: The folder that :class:`QuantizeOnFitEnd` wrote, or its ``model.pt``.
+        path: The folder that :class:`QuantizeOnFitEnd` or :meth:`Converted.save` wrote, or a file in it.
         module: A float model of the same structure, with any weights, such as ``MyModule(**arguments)``. It is copied
-            and stays as it is.
+            and stays as it is. Only the format ``"state_dict"`` needs it. With the others, it gives the result its
+            class: a LightningModule whose network is the quantized one.
+        format: ``"state_dict"``, ``"pt2"`` or ``"onnx"``, where the folder has several; by default the first.
 
     Returns:
-        An int8 model on the CPU in eval mode; it is called as ``module`` is.
+        A module that is called as the one that was quantized. Without ``module``, and where several parts of it are
+        called, such as ``encoder`` and ``decoder``, these are attributes of what is returned.
 
     Raises:
-        QuantizationError: The file is not one of these, or ``module`` has another structure.
-        FileNotFoundError: There is no such file.
+        QuantizationError: A file is damaged, cut, missing or foreign (the message names it), or ``module`` has another
+            structure, or is needed and was not given.
+        FileNotFoundError: There is nothing at ``path``.
+        MissingExtraError: The engine that runs it is not installed.
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -95,18 +105,46 @@ def load_quantized(path: str | os.PathLike[str], module: nn.Module) -> nn.Module
     >>> torch.equal(again(torch.ones(1, 4)), int8(torch.ones(1, 4)))
     True
     """
-    file = Path(path)
-    if file.is_dir():
-        file /= MODEL_FILE
+    from lightning_speedkit.compress.artefact_load import load_from_folder
+
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    named = None if given.is_dir() else given.name
+    manifest = read_manifest(folder)
+    if manifest is not None and (named is None or named == MANIFEST_FILE or named in manifest["files"]):
+        found = None if named in (None, MANIFEST_FILE) else next(
+            form for form, told in manifest["formats"].items() if named in told["files"]
+        )  # fmt: skip
+        return load_from_folder(folder, manifest, module, format or found)
+    file = folder / (named or MODEL_FILE)
     if not file.is_file():
         raise FileNotFoundError(
             f"There is no quantized model at {file}. After a fit, {file.with_name(REPORT_FILE)} says why."
         )
+    if file.suffix in (".onnx", ".pt2"):
+        raise QuantizationError(
+            f"{file} has no {MANIFEST_FILE} beside it that names it. Pass the folder that Converted.save() wrote, whole."
+        )
+    return load_state(file, module)
+
+
+def load_state(file: Path, module: nn.Module | None) -> nn.Module:
+    """The quantized model whose state is in ``file``, made from a copy of ``module``."""
     content = _read(file)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in (_FORMAT, _PLAIN_FORMAT):
         found = content.get("format") if isinstance(content, dict) else None
-        raise QuantizationError(f"{file} has format {found!r}; this version reads format {_FORMAT}.")
+        raise QuantizationError(
+            f"{file} has format {found!r}; this version reads the formats {_FORMAT} and {_PLAIN_FORMAT}."
+        )
+    if module is None:
+        raise QuantizationError(
+            f"{file} holds the state alone. Pass a float model of the same structure: load_quantized(path, MyModel())."
+        )
     try:
+        if content["format"] == _PLAIN_FORMAT:
+            from lightning_speedkit.compress.torchao_engine import load_torchao
+
+            return load_torchao(float_copy(module), content)
         result = follow_recipe(float_copy(module), content["recipe"])
         _load_state(result, content["state"])
         layers = dict(result.named_modules())

@@ -34,7 +34,7 @@ from lightning_speedkit.compress.torch_ao import (
 )
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Int8Model", "follow_recipe", "make_int8", "weighted_layers"]
+__all__ = ["Int8Model", "follow_recipe", "make_int8", "matches", "weighted_layers"]
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
     used = used_modules(floating, calls)
     reasons: dict[str, str] = {}
     layers = weighted_layers(floating).items()
-    kept_float = [name for name, layer in layers if _matches(name, skip) or static_refusal(layer, engine)]
+    kept_float = [name for name, layer in layers if matches(name, skip) or static_refusal(layer, engine)]
     result = copy_module(floating)
     parts: list[TracedPart] = []
     if "fx_static" in method:
@@ -146,5 +146,10 @@ def _shapes(floating: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in floating.named_parameters()}
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether ``name``, or a module that it is inside, is one of ``patterns``; ``*`` and ``?`` are wildcards.
+
+    >>> matches("net.head", ["net"]), matches("net.head", ["*.body"])
+    (True, False)
+    """
     return any(fnmatch.fnmatchcase(name, p) or name.startswith(f"{p}.") for p in patterns)

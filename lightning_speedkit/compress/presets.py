@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_speedkit.compress.prune import Pruning
 from lightning_speedkit.compress.quantize import QuantizeOnFitEnd
+from lightning_speedkit.compress.quantize_aware import QuantizationAwareTraining
+from lightning_speedkit.compress.shrink import StructuredPruning
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]
@@ -11,7 +14,32 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         name="quantize-int8",
         kind="compress",
-        summary="An int8 copy for inference on a CPU when training ends, kept only if the validation metric holds.",
+        summary="A quantized copy when training ends: the fastest engine here, kept if it gains and the metric holds.",
         patch=TrainerPatch(callbacks=(Part(QuantizeOnFitEnd, {}),)),
+    ),
+    Preset(
+        name="quantize-aware",
+        kind="compress",
+        summary="The last fifth of training rounds weights and inputs as int8 will, so that quantizing costs less.",
+        patch=TrainerPatch(callbacks=(Part(QuantizationAwareTraining, {}),)),
+    ),
+    Preset(
+        name="prune",
+        kind="compress",
+        summary="80 % of the weights set to zero while training goes on; for smaller files and sparse runtimes.",
+        patch=TrainerPatch(callbacks=(Part(Pruning, {"target_sparsity": 0.8}),)),
+    ),
+    Preset(
+        name="prune-2-4",
+        kind="compress",
+        summary="Two of each four inputs set to zero while training goes on; for GPUs with sparse tensor cores.",
+        patch=TrainerPatch(callbacks=(Part(Pruning, {"pattern": "2:4"}),)),
+    ),
+    Preset(
+        name="prune-channels",
+        kind="compress",
+        summary="Half the channels, units and heads removed during training, so that the network is really smaller.",
+        patch=TrainerPatch(callbacks=(Part(StructuredPruning, {"ratio": 0.5}),)),
+        needs=("extra:prune",),
     ),
 )

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["metric_direction", "metric_drop", "paired_seconds", "relative_error", "serialized_bytes"]
+__all__ = ["alternating_seconds", "metric_direction", "metric_drop", "relative_error", "serialized_bytes"]
 
 _LOWER_IS_BETTER = (
     "loss", "error", "err", "mse", "mae", "rmse", "mape", "nll", "perplexity", "ppl", "wer", "cer", "fid", "bpc", "bpb",
@@ -65,24 +65,26 @@ class _ByteCounter(io.RawIOBase):
         return size
 
 
-def paired_seconds(
-    one: Callable[[], object], other: Callable[[], object], *, budget_seconds: float = 1.0, at_most: int = 50
-) -> tuple[float, float]:
-    """The median seconds of one call of each, called alternately on the threads that torch has now.
+def alternating_seconds(
+    functions: Sequence[Callable[[], object]], *, budget_seconds: float = 2.0, at_most: int = 50
+) -> list[float]:
+    """The median seconds of one call of each function, called in turn on the threads that torch has now.
 
-    At least five pairs are timed after one unmeasured pair, then more until the budget or the count is spent.
+    After one unmeasured call of each there are at least five rounds, then more until the budget or the count is spent.
+    Every second round goes backwards, so that a machine that grows slower treats all alike.
     """
-    one()
-    other()
-    first: list[float] = []
-    second: list[float] = []
-    end = time.perf_counter() + budget_seconds
-    while len(first) < 5 or (len(first) < at_most and time.perf_counter() < end):
-        for function, seconds in ((one, first), (other, second)):
+    for function in functions:
+        function()
+    seconds: list[list[float]] = [[] for _ in functions]
+    order = list(range(len(functions)))
+    end, rounds = time.perf_counter() + budget_seconds, 0
+    while rounds < 5 or (rounds < at_most and time.perf_counter() < end):
+        for index in order if rounds % 2 == 0 else order[::-1]:
             start = time.perf_counter()
-            function()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(first), statistics.median(second)
+            functions[index]()
+            seconds[index].append(time.perf_counter() - start)
+        rounds += 1
+    return [statistics.median(times) for times in seconds]
 
 
 def metric_direction(name: str) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "convert_static",
     "dynamic_layer",
     "dynamic_refusal",
+    "has_torch_ao",
     "is_quantized",
     "load_recurrent_weights",
     "observe_static",
@@ -79,13 +80,21 @@ def quantized_engine() -> str:
     return engine
 
 
+def has_torch_ao() -> bool:
+    """Whether this torch still has ``torch.ao.quantization`` with its tracing part."""
+    return _spec("torch.ao.quantization.quantize_fx") is not None
+
+
+def _spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+
+
 def _quantization(module: str) -> Any:
     name = f"torch.ao.quantization{module}"
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if _spec(name) is None:
         raise QuantizationError(f"{name} is gone from torch {torch.__version__}; use an older torch to quantize.")
     with quiet():
         return importlib.import_module(name)

@@ -1,14 +1,19 @@
-"""Runs a module's own ``validation_step`` once more, quietly and alone: on recorded batches, or for its metrics."""
+"""Runs a module's own ``validation_step`` once more, quietly and alone: on recorded batches, or for its metrics.
+
+What it logs reaches no tracker, and ``trainer.log_dir`` is a folder that is gone afterwards. A step that calls a
+tracking library by itself, as ``wandb.log`` does, still does so.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -18,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_speedkit.compress.calls import Call, record_calls, replay
 from lightning_speedkit.compress.float_copy import copy_module
@@ -25,6 +31,9 @@ from lightning_speedkit.errors import QuantizationError
 from lightning_speedkit.measure.lightning_internals import forget_metric_attributes
 
 __all__ = ["network_calls", "validation_metrics"]
+
+_LIFE = ("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict")
+DataT = TypeVar("DataT", bound=LightningDataModule)
 
 
 def network_calls(module: LightningModule, batches: Sequence[Any]) -> list[Call]:
@@ -73,26 +82,44 @@ def validation_metrics(
     *,
     datamodule: LightningDataModule | None = None,
     limit_batches: int | None = None,
+    device: str = "cpu",
 ) -> tuple[dict[str, float], int]:
     """The metrics that ``module`` logs in validation, and the number of batches of each loader that were run at most.
 
-    ``module`` is a copy that this function may use up. The data hooks of ``datamodule`` are applied; its ``setup`` and
-    ``prepare_data`` are not run again.
+    ``module`` is a copy that this function may use up. The data hooks of ``datamodule`` are applied; it is not set up
+    or torn down, and stays as it is.
     """
     limit = 1.0 if limit_batches is None else limit_batches
     if datamodule is None:
-        trainer = _validate(module, loaders, limit=limit)
+        trainer = _validate(module, loaders, limit=limit, device=device)
     else:
-        twin = copy.copy(datamodule)
-        twin.val_dataloader = lambda: loaders  # type: ignore[method-assign]
-        _disarm(twin, LightningDataModule, ("prepare_data", "setup", "teardown"))
-        trainer = _validate(module, datamodule=twin, limit=limit)
+        view = _view(datamodule)
+        view.val_dataloader = lambda: loaders  # type: ignore[method-assign]
+        trainer = _validate(module, datamodule=view, limit=limit, device=device)
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
     return values, int(max(cast("Sequence[float]", trainer.num_val_batches), default=0))
 
 
+def _view(datamodule: DataT) -> DataT:
+    """An object with the attributes and data hooks of ``datamodule`` that has nothing to set up, close or restore.
+
+    A plain copy would close the loaders of the original when a validation fails, or when it is collected.
+    """
+    cls = type(datamodule)
+    plain = {name: getattr(LightningDataModule, name) for name in _LIFE}
+    namespace = {**plain, "__del__": _nothing, "__module__": cls.__module__}
+    view: Any = object.__new__(type(cls.__name__, (cls,), namespace))
+    vars(view).update({name: value for name, value in vars(datamodule).items() if name not in _LIFE})
+    return cast("DataT", view)
+
+
 def _validate(
-    module: LightningModule, loaders: Any = None, *, datamodule: LightningDataModule | None = None, limit: float = 1.0
+    module: LightningModule,
+    loaders: Any = None,
+    *,
+    datamodule: LightningDataModule | None = None,
+    limit: float = 1.0,
+    device: str = "cpu",
 ) -> Trainer:
     _disarm(module, LightningModule, ("prepare_data", "setup", "teardown", "configure_model", "configure_callbacks"))
     for part in module.modules():
@@ -100,12 +127,13 @@ def _validate(
             forget_metric_attributes(part)  # they are known by their ids, and a copy has other ones
         if isinstance(part, Metric):
             part.distributed_available_fn = _never  # the other ranks wait at a barrier and cannot answer
-    with _quiet():
+    with _quiet(), tempfile.TemporaryDirectory(prefix="validation-") as folder:
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=device,
             devices=1,
             plugins=[LightningEnvironment()],
-            logger=DummyLogger(),
+            logger=_NoTracker(folder),
+            default_root_dir=folder,
             limit_val_batches=limit,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -115,6 +143,56 @@ def _validate(
         )
         trainer.validate(module, loaders, datamodule=datamodule, verbose=False)
     return trainer
+
+
+class _Answers:
+    """Answers every attribute, call and item with itself, as the client of any tracker would be used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Answers:
+        return self
+
+    def __getitem__(self, key: Any) -> _Answers:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Answers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _NoTracker(DummyLogger):
+    """A logger that keeps nothing; what a module writes into its folder goes with that."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def experiment(self) -> Any:
+        return _Answers()
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    def log_dir(self) -> str:
+        """Where most loggers write."""
+        return self._folder
 
 
 class _Batches:
@@ -183,3 +261,7 @@ def _never() -> bool:
 
 def _unchanged(batch: Any, *_: Any) -> Any:
     return batch
+
+
+def _nothing(_: object) -> None:
+    pass

@@ -146,7 +146,9 @@ class _Ways:
         self.images, self.data, self.settings, self.bundle = images, data, settings, bundle
         self.quantization = QuantizationResult(kept=False, reason="it was not made.")
         # a model that has hardly trained answers by chance, so that a tolerance would decide by chance too
-        self._quantize = QuantizeOnFitEnd(max_metric_drop=1.0 if quick else 0.01, folder=folder)
+        self._quantize = QuantizeOnFitEnd(
+            backend="torch-ao-static", objective="size", max_metric_drop=1.0 if quick else 0.01, folder=folder
+        )
 
     def titled(self) -> list[tuple[str, Callable[[_Tick], TrainingResult]]]:
         return [

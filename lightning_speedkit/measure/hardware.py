@@ -1,4 +1,7 @@
-"""Reads what this machine is. Asks torch and the operating system, and changes nothing."""
+"""Reads what this machine is. Asks torch, the driver and the operating system, and changes nothing.
+
+CUDA is not started for it where the driver's management library answers: forked processes can use CUDA afterwards.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from pathlib import Path
 import torch
 
 from lightning_speedkit.facts import Hardware
+from lightning_speedkit.measure.nvml import CudaDevice, read_first_device
 
 __all__ = ["read_hardware"]
+
+
+_cuda_is_started: Callable[[], bool] = torch.cuda.is_initialized  # untyped in torch
 
 
 def read_hardware(accelerator: str = "auto") -> Hardware:
@@ -20,7 +27,7 @@ def read_hardware(accelerator: str = "auto") -> Hardware:
 
     ``accelerator`` is ``"auto"`` (the best one there is), ``"gpu"``, ``"cuda"``, ``"mps"``, ``"xpu"`` or ``"cpu"``.
     A CUDA device that emulates bfloat16 counts as one without: torch's own
-    ``torch.cuda.is_bf16_supported()`` says yes on a Tesla T4, where bf16 is slower than float32.
+    ``torch.cuda.is_bf16_supported()`` says yes on a Tesla T4 (capability 7.5), where bf16 is slower than float32.
 
     >>> read_hardware("cpu").accelerator
     'cpu'
@@ -29,16 +36,16 @@ def read_hardware(accelerator: str = "auto") -> Hardware:
     cpu_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = _main_memory_bytes()
     if kind == "cuda":
-        device = 0  # the first one stands for all: a run on unlike devices goes at the pace of the slowest anyway
-        capability = torch.cuda.get_device_capability(device)
+        first = _first_cuda_device()
+        is_rocm = torch.version.hip is not None
         return Hardware(
             accelerator="cuda",
-            device_name=torch.cuda.get_device_name(device),
+            device_name=first.name,
             device_count=torch.cuda.device_count(),
-            capability=(capability[0], capability[1]),
-            is_rocm=torch.version.hip is not None,
-            native_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-            device_memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+            capability=first.capability,
+            is_rocm=is_rocm,
+            native_bf16=is_rocm or first.capability >= (8, 0),
+            device_memory_bytes=first.memory_bytes,
             cpu_count=cpu_count,
             memory_bytes=memory,
         )
@@ -66,12 +73,21 @@ def read_hardware(accelerator: str = "auto") -> Hardware:
     )
 
 
+def _first_cuda_device() -> CudaDevice:
+    """It stands for all: a run on unlike devices goes at the pace of the slowest anyway."""
+    if torch.version.hip is None and not _cuda_is_started() and (found := read_first_device()):
+        return found
+    capability = torch.cuda.get_device_capability(0)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return CudaDevice(torch.cuda.get_device_name(0), (capability[0], capability[1]), memory)
+
+
 def _resolve(accelerator: str) -> str:
     kind = accelerator.lower()
     if kind == "cpu":
         return kind
     there: dict[str, Callable[[], bool]] = {
-        "cuda": torch.cuda.is_available,
+        "cuda": lambda: torch.cuda.device_count() > 0,  # is_available() by itself keeps forks from using CUDA
         "mps": torch.backends.mps.is_available,
         "xpu": torch.xpu.is_available,
     }

@@ -24,7 +24,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -150,7 +150,11 @@ class ActivationCheckpointing(Callback):
         min_bytes: Of ``policy="offload"``: smaller saved tensors stay on the device; 1 MiB if not given.
         budget: The most bytes of activations in a step, as ``"4GB"`` or as a fraction of those without checkpointing.
             Of ``modules``, those are chosen that keep it at the least extra time, by trial steps on the first batch,
-            see :func:`~lightning_speedkit.memory.checkpoint_budget.plan_checkpoints`.
+            see :func:`~lightning_speedkit.memory.checkpoint_budget.plan_checkpoints`. What was chosen is logged once.
+
+    Attributes:
+        plan: With a budget, the :class:`~lightning_speedkit.memory.checkpoint_budget.CheckpointPlan` of the last fit;
+            ``None`` before its first batch.
 
     Raises:
         ValueError: At once, if an option is wrong; at the start of the fit, if a name means nothing in the model (the
@@ -184,7 +188,7 @@ class ActivationCheckpointing(Callback):
         self._moves_out = isinstance(checked_policy(policy, keep, min_bytes), Offload)
         self._paths: tuple[str, ...] = ()
         self._taken: set[nn.Module] = set()  # in setup; configure_model may put them elsewhere
-        self.plan: CheckpointPlan | None = None  # of the budget, from the first batch of a fit to its end
+        self.plan: CheckpointPlan | None = None  # of the budget, from the first batch of a fit to the start of the next
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -195,6 +199,7 @@ class ActivationCheckpointing(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self.plan = None
         if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)):
             raise MisconfigurationException(
                 f"ActivationCheckpointing does not go with {type(trainer.strategy).__name__}, which wraps the model. "
@@ -233,6 +238,7 @@ class ActivationCheckpointing(Callback):
         if self.budget is None or self.plan is not None:
             return
         self.plan = plan_for_batch(trainer, pl_module, batch, batch_idx, self.budget, list(self.modules))
+        rank_zero_info(f"ActivationCheckpointing(budget={self.budget!r}): {self.plan.describe()}")
         if self.plan.paths:
             self._paths = checkpoint_modules(pl_module, self.plan.paths)
 
@@ -252,4 +258,4 @@ class ActivationCheckpointing(Callback):
     def _undo(self, pl_module: pl.LightningModule) -> None:
         moved = [path for path, module in pl_module.named_modules() if module in self._taken]
         uncheckpoint_modules(pl_module, [*self._paths, *moved])
-        self._paths, self._taken, self.plan = (), set(), None
+        self._paths, self._taken = (), set()

@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -28,6 +27,8 @@ from lightning_speedkit.measure.lightning_batch_size import (
     made_val_loaders,
 )
 from lightning_speedkit.measure.lightning_loaders import change_train_dataloaders
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
+from lightning_speedkit.measure.one_run import refuse_second
 from lightning_speedkit.memory.batch_size_find import (
     BatchSizeTrial,
     FoundBatchSize,
@@ -50,7 +51,7 @@ from lightning_speedkit.memory.batch_size_trial import Trial
 __all__ = ["BatchSizeSearch"]
 
 
-class BatchSizeSearch(Callback):
+class BatchSizeSearch(OneOfAKind):
     """Tries batch sizes before training starts, and trains with the largest that fits, or with the fastest.
 
     The training batches come from a DataModule or module with a ``batch_size`` (attribute or hyperparameter), which is
@@ -76,7 +77,8 @@ class BatchSizeSearch(Callback):
         ValueError: An argument is outside its range.
         torch.OutOfMemoryError: At ``fit``: not even one sample fits.
         MisconfigurationException: At ``fit``: a loader that cannot be given another batch size, a ``training_step``
-            that takes ``dataloader_iter``, a strategy other than one device and DDP, SyncBatchNorm on several ranks.
+            that takes ``dataloader_iter``, a strategy other than one device and DDP, SyncBatchNorm on several ranks, a
+            second search in the Trainer.
 
     Example:
 
@@ -111,7 +113,9 @@ class BatchSizeSearch(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
+            refuse_second(trainer, BatchSizeSearch, "would both set the batch size. Keep one of them.")
             self._put_back()
             self.batch_size, self.trials = None, ()
             self._undo = change_train_dataloaders(trainer, self._changed)

@@ -9,13 +9,13 @@ What it costs: one walk over the modules, before training.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_speedkit.errors import nearest_names
 from lightning_speedkit.memory.recomputation import plain_class
 
 __all__ = ["checked_selection", "find_blocks", "select_modules"]
@@ -150,13 +150,12 @@ def _is_at(path: str, pattern: str) -> bool:
 def _inventory(model: nn.Module, wanted: str = "") -> str:
     count = Counter(_own_class(module).__name__ for path, module in model.named_modules() if path)
     paths = [path for path, module in model.named_modules() if path and not isinstance(module, _NEVER_CALLED)]
-    names = sorted(count, key=lambda name: (-_likeness(wanted, name), -count[name]))
-    paths.sort(key=lambda path: (-_likeness(wanted, path), path.count(".")))
+    near = nearest_names(wanted, [*count, *paths], most=3) if wanted else []
+    rank = {name: place - len(near) for place, name in enumerate(near)}  # below 0, the nearest first
+    names = sorted(count, key=lambda name: (rank.get(name, 0), -count[name]))
+    paths.sort(key=lambda path: (rank.get(path, 0), path.count(".")))
     if not names:
         return "The model has no submodules."
     shown = ", ".join(f"{name} (x{count[name]})" for name in names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"Classes in it: {shown}. Paths, for example: {', '.join(map(repr, paths[:5]))}."
-
-
-def _likeness(wanted: str, name: str) -> float:
-    return difflib.SequenceMatcher(None, wanted.lower(), name.lower()).ratio() if wanted else 0.0
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"{hint}Classes in it: {shown}. Paths, for example: {', '.join(map(repr, paths[:5]))}."

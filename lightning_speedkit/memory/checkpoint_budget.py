@@ -6,7 +6,7 @@ its forward, and searches all sets of candidates for the cheapest whose peak ove
 Then it measures that set; if it is over the budget after all, the next one. Only what was measured is returned.
 
 The peak is of what a forward and backward hold at once beyond weights, buffers, inputs and the gradients of parameters.
-On a CUDA device the allocator tells it, elsewhere an exact count of living storages, temporary ones included.
+On CUDA devices and CPUs the record of the allocator tells it, temporary tensors and buffers of kernels included.
 
 When it helps: there is a certain amount of memory, and recomputing everything would cost more time than needed.
 What it costs: about ten to twenty steps once, some of them slowed down by counting, and meanwhile a copy of the weights
@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_speedkit.memory.checkpoint_budget_candidates import candidate_paths, units_of
-from lightning_speedkit.memory.checkpoint_budget_live import measure_peak_bytes
 from lightning_speedkit.memory.checkpoint_budget_model import ModuleProfile, PeakModel
+from lightning_speedkit.memory.checkpoint_budget_peak import measure_peak_bytes
 from lightning_speedkit.memory.checkpoint_budget_search import choice_table, walk_units
 from lightning_speedkit.memory.checkpoint_budget_state import as_found, parameters_as_found
 from lightning_speedkit.memory.checkpoint_budget_trace import time_forwards, trace_run
@@ -43,6 +43,7 @@ __all__ = ["CheckpointPlan", "budget_bytes", "checked_budget", "plan_checkpoints
 
 _TIMED_RUNS = 5
 _MOST_TRIALS = 16  # sets that are measured before only those that are predicted to be safe are
+_SHOWN = 12  # paths in a description
 _OPTIMISM = 0.02  # of the peak: a set that is predicted so much above the budget is measured too
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -70,6 +71,19 @@ class CheckpointPlan:
     step_seconds: float
     profile: tuple[ModuleProfile, ...]
 
+    def describe(self) -> str:
+        """The choice in a sentence or two."""
+        before = f"the step peaks at {self.plain_peak_bytes:,} bytes"
+        if not self.paths:
+            return f"nothing is recomputed: {before}, and {self.budget_bytes:,} are allowed."
+        extra = self.recompute_seconds / self.step_seconds if self.step_seconds else 0.0
+        shown = ", ".join(self.paths[:_SHOWN])
+        shown += f", and {len(self.paths) - _SHOWN} more, see plan.paths" if len(self.paths) > _SHOWN else ""
+        return (
+            f"{len(self.paths)} of {len(self.profile)} candidates are recomputed: {shown}. Without, {before}; with it "
+            f"at {self.peak_bytes:,}, of {self.budget_bytes:,} allowed, and it takes about {extra:.0%} longer."
+        )
+
 
 def plan_checkpoints(
     model: nn.Module, run: Callable[[], Any], budget: str | float, candidates: str | Sequence[str] = "auto"
@@ -96,7 +110,7 @@ def plan_checkpoints(
         RuntimeError: If the run exchanges tensors with other ranks, which may take different numbers of trial steps.
 
     >>> block = lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-    >>> model, batch = nn.Sequential(block(), block(), block()), torch.randn(32, 8)
+    >>> model, batch = nn.Sequential(block(), block(), block()), torch.randn(512, 8)
     >>> plan = plan_checkpoints(model, lambda: model(batch).sum().backward(), 0.7)
     >>> plan.paths, plan.peak_bytes <= 0.7 * plan.plain_peak_bytes
     (('0', '1'), True)
@@ -108,11 +122,11 @@ def plan_checkpoints(
 
 def _plan(model: nn.Module, run: Callable[[], Any], budget: str | float, paths: Sequence[str]) -> CheckpointPlan:
     trial = _Trial(model, run)
-    plain = trial.peak_bytes(())
-    limit = budget_bytes(budget, plain)
     modules = {path: model.get_submodule(path) for path in paths}
     with as_found(model, trial.device):
-        peaks = PeakModel(trace_run(model, run, modules))
+        peaks = PeakModel(trace_run(model, run, modules))  # first: it refuses a run that would wait for other ranks
+    plain = trial.peak_bytes(())
+    limit = budget_bytes(budget, plain)
     step_seconds, seconds = trial.seconds({path: modules[path] for path in peaks.paths})
     profile = {path: peaks.profile(path, seconds[path]) for path in peaks.paths}
     units = units_of(model, profile)
@@ -125,13 +139,22 @@ def _plan(model: nn.Module, run: Callable[[], Any], budget: str | float, paths: 
     sets = [peaks.named(choice) for choice in table]
     best, peak = _first_within(trial, limit, sets, cost, predicted)
     if peak > limit:
-        raise ValueError(
-            f"budget={budget!r} is {limit:,} bytes, and the least that can be reached is {peak:,}, with these modules "
-            f"recomputed: {', '.join(best) or 'none'}. Without, the step peaks at {plain:,} bytes. Allow more, use a "
-            f"smaller batch, or give other candidates: the blocks that hold most may be made of smaller modules."
-        )
+        raise ValueError(_out_of_reach(budget, limit, peak, plain, best))
     extra = float(sum(shared[path] for path in best))
     return CheckpointPlan(best, peak, plain, limit, extra, step_seconds, tuple(profile.values()))
+
+
+def _out_of_reach(budget: str | float, limit: int, peak: int, plain: int, best: Sequence[str]) -> str:
+    told = f"budget={budget!r} is {limit:,} bytes, and the least that can be reached is {peak:,}, "
+    if not best:
+        return (
+            f"{told}without recomputing anything: no candidate holds enough of what the step keeps. Use a smaller "
+            f"batch, allow more, or name other candidates: larger modules, or those that hold the large activations."
+        )
+    return (
+        f"{told}with these modules recomputed: {', '.join(best)}. Without, the step peaks at {plain:,} bytes. Allow "
+        f"more, use a smaller batch, or name other candidates: blocks that hold most may be made of smaller modules."
+    )
 
 
 def checked_budget(budget: str | float) -> str | float:
@@ -163,6 +186,10 @@ def budget_bytes(budget: str | float, plain_peak_bytes: int) -> int:
 
 
 def _parsed(text: str) -> int:
+    if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
+        raise ValueError(
+            f"budget={text!r}: a part of the peak without checkpointing is a number; write {float(percent[1]) / 100:g}."
+        )
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     factor = _UNITS.get(found[2].upper()) if found else None
     if found is None or factor is None or not float(found[1]) > 0:
@@ -178,6 +205,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
         self._model, self._run = model, run
+        self._warm: set[str] = set()  # those that have run checkpointed: they keep what dropout drew from then on
         self.device = next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
 
     def peak_bytes(self, paths: Sequence[str]) -> int:
@@ -186,6 +214,10 @@ class _Trial:
         try:
             for module in modules:
                 module.__class__ = recomputed_class(type(module))
+            if not self._warm.issuperset(paths):
+                with as_found(self._model, self.device):
+                    self._run()
+                self._warm.update(paths)
             with as_found(self._model, self.device):
                 return measure_peak_bytes(self._model, self._run, self.device)
         finally:

@@ -1,4 +1,4 @@
-"""The bytes that a run holds at once: on a CUDA device by its allocator, elsewhere by counting living storages.
+"""The bytes that a run holds at once, storage by storage: which lives from when to when.
 
 Every operation goes through a dispatch mode, which sees each storage that is made; a weak reference tells when it is
 freed. Views are one storage. Storages that were there before (parameters, buffers) do not count, and the gradient of a
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-__all__ = ["LiveBytes", "Pack", "StorageLife", "at_each_gradient", "measure_peak_bytes"]
+__all__ = ["LiveBytes", "Pack", "StorageLife", "at_each_gradient", "storage_of"]
 
 _CONVOLUTIONS: tuple[Any, Any] = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _onednn_is_there: Callable[..., Any] = torch.backends.mkldnn.is_available
@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: Tensor) -> int | None:
         """The place in ``lives`` of a tensor's storage; ``None`` if it was there before, and it is noted as such."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return None
         key = storage._cdata
@@ -111,13 +111,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave_out(self, tensor: Tensor) -> None:
         """Counts a living storage no more, as one that was there before."""
         place = self.place(tensor)
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if place is not None and storage is not None:
             self._known[storage._cdata] = None
             self._free(place)
 
     def _note(self, tensor: Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage._cdata in self._known or not storage.nbytes():
             return
         place = len(self.lives)
@@ -146,40 +146,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, place: int) -> None:
         self.lives[place].freed = self.clock
         self.now -= self.lives[place].nbytes
-
-
-def measure_peak_bytes(model: nn.Module, run: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a run holds at once beyond what was there, gradients of parameters left out.
-
-    On a CUDA device by its allocator, elsewhere by counting living storages.
-    """
-    if device.type == "cuda":
-        return _measure_by_allocator(model, run, device)
-    live = LiveBytes(trial=True)
-    with at_each_gradient(model, live.leave_out), live:
-        run()
-    return live.peak
-
-
-def _measure_by_allocator(model: nn.Module, run: Callable[[], Any], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    base, gradients, peak = torch.cuda.memory_allocated(device), 0, 0
-    seen: set[int] = set()
-
-    def note(gradient: Tensor | None = None) -> None:
-        nonlocal gradients, peak
-        peak = max(peak, torch.cuda.max_memory_allocated(device) - base - gradients)
-        torch.cuda.reset_peak_memory_stats(device)
-        storage = None if gradient is None else _storage(gradient)
-        if storage is not None and storage._cdata not in seen:
-            seen.add(storage._cdata)
-            gradients += storage.nbytes()
-
-    torch.cuda.reset_peak_memory_stats(device)
-    with at_each_gradient(model, note):
-        run()
-    note()
-    return peak
 
 
 @contextmanager
@@ -217,8 +183,9 @@ def _bytes_inside(func: Any, args: Any, result: Any) -> int:
     return int(x.nbytes + args[0].nbytes if backward else max(x.nbytes, result.nbytes))
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """The storage, which has an identity; ``None`` of a sparse tensor, or one that is made of others."""
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or one that is made of others
+    except (NotImplementedError, RuntimeError):
         return None

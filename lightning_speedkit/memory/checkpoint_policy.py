@@ -10,12 +10,13 @@ ZeRO-Offload, 2021 (host memory).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from lightning_speedkit.errors import did_you_mean
 
 __all__ = ["Offload", "Policy", "Recompute", "checked_policy"]
 
@@ -110,10 +111,9 @@ def _operations(keep: Sequence[str]) -> frozenset[Any]:
 def _named(name: str) -> list[Any]:
     found = _overloads(name)
     if not found:
-        near = difflib.get_close_matches(name, _CLASSES, n=1)
         raise ValueError(
-            f"keep: {name!r} is no class and no operation whose output can be kept"
-            f"{f'; did you mean {near[0]!r}?' if near else '.'} The classes are {', '.join(map(repr, _CLASSES))}; an "
+            f"keep: {name!r} is no class and no operation whose output can be kept."
+            f"{did_you_mean(name, _CLASSES, most=1)} The classes are {', '.join(map(repr, _CLASSES))}; an "
             f"operation is named as in torch.ops ('aten._softmax'), and one that writes to its input cannot be kept."
         )
     if name == "aten._to_copy":

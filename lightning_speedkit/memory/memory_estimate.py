@@ -98,8 +98,8 @@ def estimate_memory(
     Args:
         module: A LightningModule, of which ``training_step`` runs, with gradients cleared between forward and backward
             as Lightning does; or any other module, which is called with the batch, gradients cleared before it.
-        batch: As ``training_step`` gets it. For a plain module what it is called with: a tensor, a tuple of arguments,
-            or a dict of keyword arguments; with ``loss``, a pair of those and the target.
+        batch: As ``training_step`` gets it. For a plain module what it is called with: a tensor, a tuple or list of
+            arguments, or a dict of keyword arguments; with ``loss``, a pair of those and the target.
         precision: A Lightning precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``,
             ``"16-true"``.
         optimizer: ``"auto"`` (what ``configure_optimizers`` returns; AdamW for a plain module), the name of a class in
@@ -113,8 +113,8 @@ def estimate_memory(
         The estimate, in bytes.
 
     Raises:
-        ValueError: If an argument is not one of those allowed, if the loss is no scalar, or if the module cannot run
-            without data; the message says which operation it was.
+        ValueError: If an argument is not one of those allowed, if the module does not take such a batch, if the loss is
+            no scalar, or if the module cannot run without data; the message says which operation it was.
         TypeError: If ``module`` is no module, or ``batch`` holds no tensor.
 
     >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
@@ -124,9 +124,10 @@ def estimate_memory(
     >>> estimate_memory(model, torch.zeros(4096, 256)).phase
     'backward'
     """
-    if not isinstance(module, nn.Module):
-        made = f" Make one: {module.__name__}(...)." if isinstance(module, type) else ""
-        raise TypeError(f"module is a torch.nn.Module, got {getattr(module, '__name__', type(module).__name__)}.{made}")
+    given: Any = module
+    if not isinstance(given, nn.Module):
+        made = f" Make one: {given.__name__}(...)." if isinstance(given, type) else ""
+        raise TypeError(f"module is a torch.nn.Module, got {getattr(given, '__name__', type(given).__name__)}.{made}")
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
         raise TypeError(
             f"batch is one batch of tensors, such as next(iter(loader)), got {type(batch).__name__} without a tensor."

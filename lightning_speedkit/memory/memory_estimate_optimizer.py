@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from lightning_speedkit.errors import did_you_mean
 
 __all__ = ["make_optimizers"]
 
@@ -47,8 +48,7 @@ def make_optimizers(
         return [made]
     name = optimizer.lower()
     if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, _NAMES, most=1)
         raise ValueError(f"optimizer={optimizer!r} is unknown.{hint} Known: {', '.join(_NAMES)}; or give a function.")
     if name == "none" or not parameters:
         return []

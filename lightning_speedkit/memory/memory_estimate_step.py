@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,9 +42,27 @@ def loss_of(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | 
 
 
 def _call(module: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+    named = isinstance(inputs, Mapping)
+    keywords = dict(inputs) if named else {}
+    arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    _check_arguments(module, arguments, keywords)
+    return module(*arguments, **keywords)
+
+
+def _check_arguments(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # one that is not written in Python
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        given = f"the keys {', '.join(map(repr, keywords))}" if keywords else f"{len(arguments)} arguments"
+        called = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
+        raise ValueError(
+            f"{called} cannot be called with {given} of the batch: {error}. If the batch is a pair of inputs and "
+            "target, give loss too, such as loss=torch.nn.functional.cross_entropy; if not, pass what forward takes."
+        ) from error
 
 
 def _of_lightning(output: Any) -> Any:

@@ -7,7 +7,6 @@ more of them than another with as many sequences. When it helps: padded or packe
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_speedkit.errors import did_you_mean
 from lightning_speedkit.optimize.accumulation_window import samples_in, whole_number
 
 __all__ = ["COUNTS", "checked_count", "checked_labels", "counter_of", "labels_in"]
@@ -97,8 +97,7 @@ def counter_of(
         return functools.partial(labels_in, labels=labels, ignore_index=ignore_index, shifted=count == "shifted-labels")
     if isinstance(count, str) and ":" in count:
         return _imported(count)
-    near = difflib.get_close_matches(str(count), COUNTS, n=1) or (["labels"] if count == "tokens" else [])
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean("labels" if count == "tokens" else count, COUNTS, most=1)
     names = ", ".join(map(repr, COUNTS))
     raise ValueError(f"count={count!r} is unknown.{hint} Use {names}, 'module:function', or a function.")
 
@@ -188,8 +187,7 @@ def _entry(batch: Any, part: str | int, path: str | int) -> Any:
         return getattr(batch, str(part))
     else:
         has = "no such entry"
-    near = difflib.get_close_matches(str(part), map(str, batch), n=1) if isinstance(batch, Mapping) else []
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(part, batch, most=1) if isinstance(batch, Mapping) else ""
     if isinstance(batch, (list, tuple)) and not str(part).lstrip("-").isdecimal():
         hint = f" Its {len(batch)} entries have indices: the labels of a pair (input, labels) are labels=1."
     raise ValueError(

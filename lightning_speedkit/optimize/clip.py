@@ -32,12 +32,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.errors import did_you_mean
 from lightning_speedkit.measure.lightning_hooks import BATCH_HOOKS, call_hooks, leave_logged, pass_over_hooks
 from lightning_speedkit.measure.lightning_internals import logs_this_step
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.clip_gradients import clip_by_norm, clip_by_value, clip_units, gradient_norm, spoil
 from lightning_speedkit.optimize.clip_thresholds import PercentileLimit, ZScoreLimit
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
-from lightning_speedkit.optimize.optimizer_options import checked_number, nearest_hint
+from lightning_speedkit.optimize.optimizer_options import checked_number
 from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit
 
 __all__ = ["GradientClipping"]
@@ -97,7 +98,7 @@ class GradientClipping(OneOfAKind):
     ) -> None:
         super().__init__()
         if by not in _DEFAULT_LIMITS:
-            hint = nearest_hint(by, _DEFAULT_LIMITS) if isinstance(by, str) else f" The threshold is limit={by!r}."
+            hint = did_you_mean(by, _DEFAULT_LIMITS) if isinstance(by, str) else f" The threshold is limit={by!r}."
             raise ValueError(f"by={by!r} is unknown.{hint} Use one of: {', '.join(_DEFAULT_LIMITS)}.")
         for name, given in (("smoothing", smoothing), ("warmup", warmup), ("history", history)):
             if given is not None and by != _OPTIONS[name]:

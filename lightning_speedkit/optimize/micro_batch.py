@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_speedkit.measure.host_group import HostGroup
 from lightning_speedkit.measure.lightning_internals import is_accumulating
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.accumulation_count import checked_labels, counter_of
 from lightning_speedkit.optimize.batch_split import samples_of, split_batch
 from lightning_speedkit.optimize.micro_batch_gradients import synchronize_gradients
@@ -37,7 +38,6 @@ from lightning_speedkit.optimize.micro_batch_run import replaced
 from lightning_speedkit.optimize.micro_batch_size import MicroBatchSize
 from lightning_speedkit.optimize.micro_batch_step import RepeatableSteps
 from lightning_speedkit.optimize.micro_batch_training import StepsInPieces
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 
 __all__ = ["AutoMicroBatch", "backward_in_pieces"]
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_speedkit.optimize.optimizer_options import nearest_hint
+from lightning_speedkit.errors import did_you_mean
 
 __all__ = ["names_options"]
 
@@ -47,7 +47,7 @@ def names_options(
                     raise TypeError(f"{name} is no argument here but an option. Write {where.replace('NAME', name)}.")
                 names = [other for other in known if other != "self"]
                 raise TypeError(
-                    f"There is no argument {name!r}.{nearest_hint(name, names)} The arguments are {', '.join(names)}."
+                    f"There is no argument {name!r}.{did_you_mean(name, names)} The arguments are {', '.join(names)}."
                 )
             return keywords
 

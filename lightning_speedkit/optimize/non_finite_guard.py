@@ -25,10 +25,10 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.non_finite_gradients import has_non_finite_gradient
 from lightning_speedkit.optimize.non_finite_guard_count import SkipCount
 from lightning_speedkit.optimize.non_finite_guard_run import GuardedRun
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.optimizer_options import checked_flag
 from lightning_speedkit.optimize.skipped_steps_refusals import checked_limit, refuse_guard, refuse_repeats
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import read_optimizers
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
 from lightning_speedkit.measure.one_run import begin_run, is_in_another_run
 from lightning_speedkit.optimize.misplaced_arguments import names_options
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.optimizer import build_from_settings, check_optimizer_options, optimizer_option_names
 from lightning_speedkit.optimize.optimizer_groups import check_settings, parameter_settings
 from lightning_speedkit.optimize.optimizer_options import checked_flag

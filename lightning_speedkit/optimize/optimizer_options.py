@@ -5,7 +5,6 @@ It helps where a typing error would otherwise train with a default. It costs not
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_speedkit.errors import did_you_mean
+
 __all__ = [
     "checked_flag",
     "checked_name",
     "checked_number",
     "checked_options",
     "defaults_of",
-    "nearest_hint",
     "unknown_name",
 ]
 
@@ -32,26 +32,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> ValueError:
     "There is no optimizer 'adam_w'. Did you mean 'adamw'? Known: adam, adamw, muon."
     """
     names = list(known)
-    return ValueError(f"There is no {what} {name!r}.{nearest_hint(name, names)} Known: {', '.join(names) or 'none'}.")
-
-
-def nearest_hint(name: object, known: Iterable[str]) -> str:
-    """The question whether a name was meant that is spelt alike, with a space before it; empty if there is none.
-
-    >>> nearest_hint("adamv", ["adamw", "adam", "muon"]), nearest_hint("lion", ["adamw"])
-    (" Did you mean 'adam' or 'adamw'?", '')
-    """
-    names = list(known)
-    asked = str(name).lower().replace("_", "-")
-    near = difflib.get_close_matches(asked, names, n=2)
-    if len(near) == 2 and _likeness(asked, near[0]) - _likeness(asked, near[1]) > 0.1:
-        del near[1]
-    near = near or [other for other in names if asked and asked in other][:1]
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    return ValueError(f"There is no {what} {name!r}.{did_you_mean(name, names)} Known: {', '.join(names) or 'none'}.")
 
 
 def checked_name(what: str, name: object, known: Iterable[str]) -> str:

@@ -27,10 +27,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_speedkit.errors import DivergenceError
+from lightning_speedkit.errors import DivergenceError, did_you_mean
 from lightning_speedkit.measure.lightning_internals import logs_this_step
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
-from lightning_speedkit.optimize.optimizer_options import checked_number, nearest_hint
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
+from lightning_speedkit.optimize.optimizer_options import checked_number
 from lightning_speedkit.optimize.skipped_steps import SkippedSteps, drop_gradients, has_gradients
 from lightning_speedkit.optimize.skipped_steps_refusals import (
     checked_limit,
@@ -105,7 +105,7 @@ class SpikeGuard(OneOfAKind):
         super().__init__()
         if action not in ("skip", "rollback"):
             names = ("skip", "rollback")
-            hint = nearest_hint(action, names) if isinstance(action, str) else f" For that write threshold={action!r}."
+            hint = did_you_mean(action, names) if isinstance(action, str) else f" For that write threshold={action!r}."
             raise ValueError(f"action={action!r} is unknown; use 'skip' or 'rollback'.{hint}")
         if action == "skip" and not (snapshot_every is None and snapshot_folder is None):
             raise ValueError("snapshot_every and snapshot_folder belong to action='rollback' and have no effect here.")

@@ -33,8 +33,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.non_finite_guard import NonFiniteGuard
-from lightning_speedkit.optimize.one_of_a_kind import OneOfAKind
 from lightning_speedkit.optimize.skipped_steps import SkippedSteps
 from lightning_speedkit.optimize.spike_guard import SpikeGuard
 from lightning_speedkit.optimize.weight_averaging_values import WeightAverage, check_device

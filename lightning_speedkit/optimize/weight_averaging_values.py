@@ -20,7 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number, nearest_hint
+from lightning_speedkit.errors import did_you_mean
+from lightning_speedkit.optimize.optimizer_options import checked_flag, checked_number
 
 __all__ = ["WeightAverage", "check_device"]
 
@@ -65,7 +66,7 @@ class WeightAverage:
         device: torch.device | str | None = None,
     ) -> None:
         if by not in ("ema", "swa"):
-            hint = nearest_hint(by, ("ema", "swa")) if isinstance(by, str) else f" For the decay write decay={by!r}."
+            hint = did_you_mean(by, ("ema", "swa")) if isinstance(by, str) else f" For the decay write decay={by!r}."
             raise ValueError(
                 f"by={by!r} is unknown; use 'ema' (exponential moving average) or 'swa' (all updates weigh alike)."
                 f"{hint}"

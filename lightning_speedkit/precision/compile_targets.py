@@ -6,7 +6,6 @@ so a LightningModule itself is never taken, only what it holds. Of nested module
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -16,10 +15,13 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_speedkit.errors import nearest_names
+
 __all__ = ["checked_modules", "compile_targets"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_SHOWN = 12  # of the names in a message
 
 
 def compile_targets(model: nn.Module, modules: str | Sequence[str] = "auto") -> tuple[str, ...]:
@@ -144,9 +146,16 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _inventory(model: nn.Module, near: str = "") -> str:
-    paths = [path for path, _ in model.named_modules() if path]
-    classes = sorted({type(module).__name__ for module in model.modules()})
-    alike = difflib.get_close_matches(near, [*paths, *classes], n=3, cutoff=0.6) if near else []
+    count = Counter(type(module).__name__ for path, module in model.named_modules() if path)
+    paths = [path for path, module in model.named_modules() if path and not _is_never_called(module)]
+    if not paths:
+        return "The model has no submodules."
+    alike = nearest_names(near, [*count, *paths], most=3) if near else []
     hint = f"Did you mean {' or '.join(map(repr, alike))}? " if alike else ""
-    children = ", ".join(name for name, _ in model.named_children()) or "none"
-    return f"{hint}Classes: {', '.join(classes[:12])}. Children: {children}."
+    paths.sort(key=lambda path: path.count("."))  # the outer ones first
+    classes = _some([f"{name} (x{number})" for name, number in count.most_common()])
+    return f"{hint}Classes: {classes}. Paths: {_some(paths)}."
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_speedkit.architecture import presets as architecture
 from lightning_speedkit.compress import presets as compress
 from lightning_speedkit.data import presets as data
 from lightning_speedkit.memory import presets as memory
@@ -19,6 +20,7 @@ REGISTRY = Registry(
         *optimize.PRESETS,
         *memory.PRESETS,
         *compress.PRESETS,
+        *architecture.PRESETS,
         *parallel.PRESETS,
         *data.PRESETS,
         *bundles.PRESETS,

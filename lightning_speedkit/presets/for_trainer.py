@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from typing import Any
 
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.strategies import Strategy
 
+from lightning_speedkit.errors import did_you_mean
 from lightning_speedkit.presets.merge import PRECISION, Key
 from lightning_speedkit.presets.selection import Given, settle, trainer_argument_names
 
@@ -33,6 +33,7 @@ def trainer_kwargs(*names: str, **overrides: Any) -> dict[str, Any]:
         UnknownPresetError: There is no preset of that name; the message has the nearest.
         PresetConflictError: Two named presets set one thing differently, whatever the hardware.
         HardwareNeedError: This machine lacks what a preset needs.
+        MissingExtraError: Only libraries are missing.
         TypeError: An override is no argument of the Trainer.
 
     >>> trainer_kwargs("fp32", max_epochs=3)
@@ -69,9 +70,7 @@ def _check(names: tuple[str, ...], overrides: dict[str, Any]) -> None:
     known = trainer_argument_names()
     for name in overrides:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-            hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-            raise TypeError(f"The Trainer has no argument {name!r}.{hint}")
+            raise TypeError(f"The Trainer has no argument {name!r}.{did_you_mean(name, known)}")
 
 
 def _as_list(value: Any) -> list[Any]:

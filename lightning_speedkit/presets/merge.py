@@ -3,7 +3,8 @@
 Pure: it looks at nothing but its arguments. The rules:
 
 - A preset that the user named beats one that a bundle merely includes; the nearer one wins in nested bundles.
-- Two presets that are equally near and set one thing differently are a conflict; equal values are fine.
+- Two presets that are equally near and set one thing differently are a conflict; equal values are fine. One preset that
+  sets one thing twice is a conflict too.
 - One *thing* is a Trainer argument, a callback class, or a kind of plugin. The ``precision`` argument and a
   ``Precision`` plugin are one thing, and so are ``accumulate_grad_batches`` and a callback that schedules it,
   ``gradient_clip_val`` and a callback that clips, and all callbacks that average the weights: each of these is refused
@@ -171,6 +172,10 @@ def _settings(origin: Chosen, patch: TrainerPatch) -> list[Setting]:
 
 def _settle(settings: list[Setting]) -> Setting:
     """The one that holds, of settings of one thing: the nearest, which must agree."""
+    origins = [setting.origins[0].preset.name for setting in settings]
+    for place, setting in enumerate(settings):
+        if origins[place] in origins[:place]:
+            raise _conflict(settings[origins.index(origins[place])], setting)
     depth = min(setting.origins[0].depth for setting in settings)
     first, *others = (setting for setting in settings if setting.origins[0].depth == depth)
     for other in others:
@@ -182,6 +187,11 @@ def _settle(settings: list[Setting]) -> Setting:
 def _conflict(one: Setting, other: Setting) -> PresetConflictError:
     what = one.key[0] if one.key[1] is None else f"{one.key[0]} ({one.key[1].__name__})"
     first, second = one.origins[0].describe(), other.origins[0].describe()
+    if first == second:
+        return PresetConflictError(
+            f"The preset {first} sets {what} twice: {one.describe()} and {other.describe()}. Its patch has to set it "
+            "once."
+        )
     return PresetConflictError(
         f"The presets {first} and {second} set {what} differently: {first} sets {one.describe()}, "
         f"{second} sets {other.describe()}. Choose one of the two."

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lightning_speedkit.errors import MissingExtraError
 from lightning_speedkit.facts import Hardware
 
-__all__ = ["missing_needs"]
+__all__ = ["missing_extra", "missing_needs"]
 
 _DISTRIBUTION = "lightning-speedkit"
 _CAPABILITY = re.compile(r"capability>=(\d+)\.(\d+)$")
@@ -36,6 +37,23 @@ def missing_needs(needs: Iterable[str], hardware: Hardware, *, num_nodes: int = 
     return tuple(text for text in missing if text)
 
 
+def missing_extra(purpose: str, need: str) -> MissingExtraError | None:
+    """The error for a need such as ``"extra:quant"`` that is not met; None where it is, and for any other need."""
+    extra = need.removeprefix("extra:")
+    if extra == need:
+        return None
+    if not _is_known(extra):
+        return MissingExtraError(
+            purpose, extra=extra, library=f"the extra {extra!r} of {_DISTRIBUTION}", install=_reinstall(extra)
+        )
+    libraries = " and ".join(_missing_libraries(extra))
+    return MissingExtraError(purpose, extra=extra, library=libraries) if libraries else None
+
+
+def _reinstall(extra: str) -> str:
+    return f"pip install -U '{_DISTRIBUTION}[{extra}]', or pip install -e '.[{extra}]' in its source tree"
+
+
 def _missing(need: str, hardware: Hardware, num_nodes: int) -> str:
     """What is missing, or an empty text."""
     if need == "cuda":
@@ -57,7 +75,7 @@ def _missing(need: str, hardware: Hardware, num_nodes: int) -> str:
         if not _is_known(extra):
             return (
                 f"the extra {extra!r}, which {_DISTRIBUTION} as it is installed does not know (reinstall it: "
-                f"pip install -U '{_DISTRIBUTION}[{extra}]', or pip install -e '.[{extra}]' in its source tree)"
+                f"{_reinstall(extra)})"
             )
         libraries = _missing_libraries(extra)
         return f"{', '.join(libraries)} (pip install '{_DISTRIBUTION}[{extra}]')" if libraries else ""

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lightning_speedkit.errors import HardwareNeedError
+from lightning_speedkit.errors import HardwareNeedError, PresetConflictError
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.measure import read_hardware
 from lightning_speedkit.presets.catalogue import REGISTRY
@@ -36,7 +36,7 @@ from lightning_speedkit.presets.merge import (
     merge,
     plugin_key,
 )
-from lightning_speedkit.presets.needs import missing_needs
+from lightning_speedkit.presets.needs import missing_extra, missing_needs
 from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = [
@@ -96,13 +96,18 @@ def settle(names: Iterable[str], given: Given) -> TrainerPatch:
 
 
 def can_run(preset: Preset, hardware: Hardware) -> tuple[str, ...]:
-    """What this machine lacks for the preset and all that it includes, in words; empty where it can run.
+    """What this machine lacks for the preset and what is used of those that it includes, in words; empty if nothing.
 
     >>> from lightning_speedkit.facts import Hardware
     >>> can_run(REGISTRY.get("fp16-mixed"), Hardware(accelerator="cpu", device_name="a CPU"))
     ('a GPU',)
     """
-    needs = dict.fromkeys(need for one in expand([preset.name], REGISTRY) for need in one.preset.needs)
+    chosen = expand([preset.name], REGISTRY)
+    try:
+        settings = merge(chosen, hardware)
+        needs = dict.fromkeys(need for one in chosen for need in needs_left(one, settings, Given(), hardware))
+    except PresetConflictError:  # it cannot be used at all, and says so when it is
+        needs = dict.fromkeys(need for one in chosen for need in one.preset.needs)
     return missing_needs(needs, hardware)
 
 
@@ -166,7 +171,11 @@ def _check_needs(
     nodes = nodes_of(settings, given)
     chosen = tuple(sorted(chosen, key=lambda one: one.depth))  # what the user named before what it includes
     for one in chosen:
-        if missing := missing_needs(needs_left(one, settings, given, hardware), here, num_nodes=nodes):
+        needs = needs_left(one, settings, given, hardware)
+        if missing := missing_needs(needs, here, num_nodes=nodes):
+            errors = [error for need in needs if (error := missing_extra(f"The preset {one.describe()}", need))]
+            if len(errors) == len(missing):  # the machine would do
+                raise errors[0]
             raise HardwareNeedError(
                 f"The preset {one.describe()} needs {' and '.join(missing)}; this machine has {here.describe()}. "
                 f"{_instead(one.preset, here)}"

@@ -229,7 +229,7 @@ def test_a_store_of_few_batches_says_so(store: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data"], "required: COMMAND"),
+        (["data"], "a command is missing: bench"),
         (["data", "bench"], "required: PATH"),
         (["data", "bench", "x", "--seconds", "0"], "must be above 0"),
         (["data", "bench", "x", "--seconds", "soon"], "--seconds"),

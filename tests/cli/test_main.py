@@ -160,7 +160,8 @@ def test_the_command_itself_loads_nothing_heavy_for_help() -> None:
         (["bench", "x"], "no command 'bench'. Did you mean 'speedkit data bench'?"),
         (["pack", "photographs"], "required: OUT (for example: speedkit pack photographs/ data/"),
         (["zzz"], "no command 'zzz'. Commands: demo, presets, pack, verify, data"),
-        ([], "required: COMMAND"),
+        ([], "speedkit: error: a command is missing: demo, presets, pack, verify, data"),
+        (["data"], "speedkit data: error: a command is missing: bench."),
         (["verify"], "required: PATH"),
         (["presets", "--no-such"], "--no-such"),
     ],
@@ -216,8 +217,15 @@ def test_every_error_of_the_kit_is_one_line(
 @pytest.mark.parametrize(
     ("words", "near"),
     [
-        (["pack", "a", "b", "--splt", "0.5,0.5"], "(did you mean --split?)"),
+        (
+            ["pack", "a", "b", "--splt", "0.5,0.5"],
+            "speedkit pack: error: unrecognized arguments: --splt 0.5,0.5 (did",
+        ),
         (["data", "bench", "x", "--batchsize=3"], "(did you mean --batch-size?)"),
+        (["data", "bench", "x", "--batchsize=3"], "usage: speedkit data bench [-h]"),
+        (["demo", "--quik"], "usage: speedkit demo [-h] [--out DIR]"),
+        (["demo", "--quik"], "(did you mean --quick?)"),
+        (["--degub", "demo"], "(did you mean --debug?)"),
         (["verify", "x", "--zzzzzz"], "unrecognized arguments: --zzzzzz\n"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_speedkit.compress.quality import (
+    alternating_seconds,
     metric_direction,
     metric_drop,
-    paired_seconds,
     relative_error,
     serialized_bytes,
 )
@@ -53,13 +53,25 @@ class TestQuality:
         torch.save(dict(state), tmp_path / "state.pt")
         assert serialized_bytes(state) == pytest.approx((tmp_path / "state.pt").stat().st_size, rel=0.02)
 
-    def test_pairs_alternate_and_are_bounded(self) -> None:
+    def test_functions_take_turns_and_are_bounded(self) -> None:
         order: list[str] = []
-        paired_seconds(lambda: order.append("a"), lambda: order.append("b"), budget_seconds=0.0)
-        assert order == ["a", "b"] * 6  # one pair to warm up, then at least five
+        functions = [lambda: order.append("a"), lambda: order.append("b"), lambda: order.append("c")]
+        assert len(alternating_seconds(functions, budget_seconds=0.0)) == 3
+        # once to warm up, then at least five rounds, every second one backwards
+        assert "".join(order) == "abc" + "abc" + "cba" + "abc" + "cba" + "abc"
         order.clear()
-        paired_seconds(lambda: order.append("a"), lambda: order.append("b"), budget_seconds=60.0, at_most=7)
+        alternating_seconds(functions[:2], budget_seconds=60.0, at_most=7)
         assert len(order) == 16
+
+    def test_seconds_are_medians_of_each_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr("lightning_speedkit.compress.quality.time.perf_counter", lambda: now[0])
+        costs = iter([9.0, 9.0, *(cost for start in (1.0, 9.0, 3.0, 2.0, 4.0) for cost in (start, start))])
+
+        def spend() -> None:
+            now[0] += next(costs)
+
+        assert alternating_seconds([spend, spend], budget_seconds=0.0) == [3.0, 3.0]
 
 
 def test_equal_infinities_are_no_difference_and_others_are_one() -> None:

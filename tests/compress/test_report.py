@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_speedkit.compress import QuantizationReport
+from lightning_speedkit.compress.report import CandidateReport
+from lightning_speedkit.compress.report_page import report_document
 
 
 def test_report_is_valid_json_whatever_it_holds() -> None:
@@ -22,7 +24,8 @@ def _report(**changes: Any) -> QuantizationReport:
     values: dict[str, Any] = {
         "kept": True,
         "reason": "It holds.",
-        "backend": "fx_static",
+        "backend": "torch-ao-static",
+        "scheme": "static-int8",
         "layers_quantized": ("a", "b"),
         "layers_total": 3,
         "bytes_before": 4_000_000,
@@ -42,25 +45,32 @@ def _report(**changes: Any) -> QuantizationReport:
     [
         (
             {},
-            "Quantized (fx_static): 2 of 3 layers in int8, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64, "
+            "Quantized to static-int8 (torch-ao-static): 2 of 3 layers, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64, "
             "val_acc 0.97 -> 0.9688. It holds.",
         ),
         (
             {"kept": False, "reason": "It does not.", "seconds_after_batch": None},
-            "Quantization not kept (fx_static): 2 of 3 layers in int8, 4 -> 1.01 MB, val_acc 0.97 -> 0.9688. "
+            "Quantization not kept (torch-ao-static): 2 of 3 layers, 4 -> 1.01 MB, val_acc 0.97 -> 0.9688. "
             "It does not.",
         ),
         (
             {"metric": None},
-            "Quantized (fx_static): 2 of 3 layers in int8, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64. It holds.",
+            "Quantized to static-int8 (torch-ao-static): 2 of 3 layers, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64. "
+            "It holds.",
         ),
         (
             {"metric_after": None},
-            "Quantized (fx_static): 2 of 3 layers in int8, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64. It holds.",
+            "Quantized to static-int8 (torch-ao-static): 2 of 3 layers, 4 -> 1.01 MB, 2 -> 1 ms for a batch of 64. "
+            "It holds.",
         ),
         ({"kept": False, "bytes_after": None}, "Not quantized: It holds."),
+        (
+            {"metric": None, "seconds_after_batch": None, "folder": "q", "files": ("manifest.json", "model.pt")},
+            "Quantized to static-int8 (torch-ao-static): 2 of 3 layers, 4 -> 1.01 MB. It holds. "
+            "Saved in q: manifest.json, model.pt.",
+        ),
     ],
-    ids=["kept", "not kept", "no metric", "no metric in int8", "nothing made"],
+    ids=["kept", "not kept", "no metric", "no metric in int8", "nothing made", "where it is"],
 )
 def test_describe(changes: dict[str, Any], text: str) -> None:
     assert _report(**changes).describe() == text
@@ -69,8 +79,62 @@ def test_describe(changes: dict[str, Any], text: str) -> None:
 def test_json_holds_every_field_and_a_schema() -> None:
     report = _report()
     values = json.loads(report.to_json())
-    assert values.pop("schema") == 1
+    assert values.pop("schema") == 2
     assert set(values) == {field.name for field in dataclasses.fields(QuantizationReport)}
     assert values["layers_quantized"] == ["a", "b"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.kept = False  # type: ignore[misc]
+
+
+def test_numbers_for_a_logger_are_finite_and_named() -> None:
+    numbers = _report(metric_drop=math.inf, seconds_before_one=0.5).metrics()
+    assert numbers == {
+        "quantize/kept": 1.0,
+        "quantize/layers": 2.0,
+        "quantize/bytes_before": 4e6,
+        "quantize/bytes_after": 1.01e6,
+        "quantize/seconds_one_before": 0.5,
+        "quantize/seconds_batch_before": 0.002,
+        "quantize/seconds_batch_after": 0.001,
+        "quantize/val_acc_before": 0.97,
+        "quantize/val_acc_after": 0.96875,
+    }
+
+
+def test_json_has_a_line_for_each_candidate() -> None:
+    candidate = CandidateReport(backend="b", scheme="fp8", outcome="metric", metric=math.nan, float_layers=("a",))
+    (line,) = json.loads(_report(candidates=(candidate,)).to_json())["candidates"]
+    assert (line["backend"], line["outcome"], line["metric"], line["float_layers"]) == ("b", "metric", "nan", ["a"])
+
+
+def test_the_page_tells_the_verdict_every_candidate_and_every_layer() -> None:
+    pytest.importorskip("matplotlib")
+    candidates = (
+        CandidateReport(
+            backend="torch-ao-static",
+            scheme="static-int8",
+            outcome="kept",
+            bytes=10**6,
+            seconds_batch=0.001,
+            seconds_one=1e-4,
+            metric=0.96875,
+            metric_drop=0.00125,
+            relative_error=0.01,
+            float_layers=("c",),
+        ),
+        CandidateReport(backend="broken<b>", scheme="fp8", outcome="saturation", reason="saturation: off by half"),
+    )
+    report = _report(
+        candidates=candidates,
+        skipped={"c": "left in float"},
+        sensitivity={"a": 0.001, "c": 0.25},
+        notes=("It is not smaller: 1 -> 2 bytes.",),
+        seconds_before_one=2e-4,
+        validation_batches=6,
+    )
+    page = report_document(report).to_html()
+    texts = ["2.00\u00d7", "3.96\u00d7", "torch-ao-static, 1 more in float", "saturation: off by half", "left in float"]
+    assert [text for text in texts if text not in page] == []
+    assert "broken&lt;b&gt;" in page
+    assert "It is not smaller: 1 -&gt; 2 bytes." in page
+    assert report_document(QuantizationReport(kept=False, reason="nothing")).to_html().count("<svg") == 0

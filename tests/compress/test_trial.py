@@ -1,4 +1,4 @@
-"""An int8 copy is tried, measured against the float module, and judged by a metric."""
+"""A trained module is tried with real engines of torch: what the report says is what anyone measures."""
 
 from __future__ import annotations
 
@@ -8,65 +8,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
-import lightning_speedkit.compress.trial as trial_module
-from lightning_speedkit.compress.float_copy import fingerprint
-from lightning_speedkit.compress.torch_ao import (
-    is_quantized,
-)
-from lightning_speedkit.compress.trial import Judge, ValidationData, try_int8
+from lightning_speedkit.compress.candidates import float_as_it_runs
+from lightning_speedkit.compress.float_copy import fingerprint, float_copy
+from lightning_speedkit.compress.judge import Judge, ValidationData
+from lightning_speedkit.compress.torch_ao import is_quantized
+from lightning_speedkit.compress.trial import Plan, planned_engines, try_quantized
 from lightning_speedkit.errors import QuantizationError
-from tests.compress.models import (
-    ConvNet,
-    Digits,
-    digit_loader,
-    mlp,
-)
-
-
-class TestJudge:
-    @pytest.mark.parametrize(
-        ("logged", "monitored", "expected"),
-        [
-            (["val_loss", "val_acc"], [], ("val_acc", "max")),
-            (["val_loss", "val_acc"], [("val_loss", "min")], ("val_acc", "max")),
-            (["val_loss", "val_acc", "val_f1"], [("val_f1", "max")], ("val_f1", "max")),
-            (["val_loss", "train_loss"], [], ("val_loss", "min")),
-            (["a_loss", "mse"], [("mse", "min")], ("mse", "min")),
-            (["speed", "a_loss"], [], ("a_loss", "min")),
-            (["speed"], [], ("speed", "max")),
-            ([], [("val_loss", "min")], None),
-        ],
-    )
-    def test_choice(self, logged: list[str], monitored: list[tuple[str, str]], expected: Any) -> None:
-        assert Judge(monitored=monitored).choose(dict.fromkeys(logged, 0.5)) == expected
-
-    def test_values_that_are_not_finite_are_no_metric(self) -> None:
-        assert Judge().choose({"val_acc": math.nan, "val_loss": 1.0}) == ("val_loss", "min")
-
-
-@pytest.mark.parametrize(
-    ("logged", "expected"),
-    [
-        (["val_loss", "val_MulticlassAccuracy"], ("val_MulticlassAccuracy", "max")),
-        (["val_loss", "val_acc1"], ("val_acc1", "max")),
-        (["val_dice_loss", "val_f1"], ("val_f1", "max")),
-        (["val_dice_loss", "speed"], ("val_dice_loss", "min")),
-        (["val_BinaryF1Score", "val_loss"], ("val_BinaryF1Score", "max")),
-    ],
-)
-def test_an_accuracy_is_known_under_the_names_it_has(logged: list[str], expected: tuple[str, str]) -> None:
-    assert Judge().choose(dict.fromkeys(logged, 0.5)) == expected
-
-
-def test_the_metric_that_is_asked_for_decides_with_the_mode_of_who_watches_it() -> None:
-    logged = {"val_acc": 0.5, "quality": 0.5}
-    assert Judge(monitor="quality").choose(logged) == ("quality", "max")
-    assert Judge(monitor="quality", monitored=[("quality", "min")]).choose(logged) == ("quality", "min")
-    assert Judge(monitor="quality", mode="max", monitored=[("quality", "min")]).choose(logged) == ("quality", "max")
-    with pytest.raises(QuantizationError, match=r"monitor='loss' was not logged .*logged: \['val_acc', 'quality'\]"):
-        Judge(monitor="loss").choose(logged)
+from tests.compress.models import ConvNet, Digits, digit_loader, mlp
 
 
 def _batches(count: int = 2) -> list[Any]:
@@ -77,14 +27,17 @@ def _data(start: int = 1024, stop: int = 1152) -> ValidationData:
     return ValidationData(loaders=digit_loader(start, stop, 32))
 
 
-def _try(module: LightningModule, data: ValidationData | None = None, **judge: Any) -> Any:
-    return try_int8(module, _batches(), data, Judge(**judge), backend="auto", skip=())
+def _try(
+    module: LightningModule, data: ValidationData | None = None, backend: str = "torch-ao-dynamic", **judge: Any
+) -> Any:
+    plan = Plan(backend=backend, objective="size")
+    return try_quantized(module, _batches(), data, Judge(**judge), plan)
 
 
 def test_the_report_tells_what_the_metric_was_for_both() -> None:
     module = Digits(ConvNet())
     before = fingerprint(module)
-    made, report = _try(module, _data(), max_metric_drop=1.0)
+    made, report = _try(module, _data(), "torch-ao-static", max_metric_drop=1.0)
     assert made is not None
     x, y = (torch.cat(parts) for parts in zip(*_data().loaders, strict=True))
 
@@ -98,7 +51,7 @@ def test_the_report_tells_what_the_metric_was_for_both() -> None:
     assert report.metric_after == pytest.approx(accuracy(made.module))
     assert report.bytes_before == pytest.approx(sum(v.nbytes for v in module.state_dict().values()), rel=0.3)
     assert (report.calibration_batches, report.layers_total, report.batch_size) == (2, 3, 32)
-    assert report.attempts == (f"fx_static: {report.reason}",)
+    assert [candidate.outcome for candidate in report.candidates] == ["kept"]
     assert fingerprint(module) == before
 
 
@@ -125,7 +78,7 @@ class _FailsInInt8(Digits):
 def test_validation_that_fails_in_int8_keeps_nothing_and_says_so() -> None:
     made, report = _try(_FailsInInt8(mlp()), _data())
     assert made is None
-    assert report.reason == "In int8: Validation failed (KeyError: 'no int8 here')."
+    assert "torch-ao-dynamic: Quantized: Validation failed (KeyError: 'no int8 here')." in report.reason
     assert (report.metric_after, report.metric_drop) == (None, None)
     assert report.metric_before is not None
 
@@ -167,7 +120,7 @@ def test_a_network_that_needs_a_full_batch_has_no_time_for_one_sample() -> None:
     assert report.seconds_before_batch > 0
 
 
-def test_a_float_module_that_changed_is_an_error() -> None:
+def test_a_float_module_that_changed_is_an_error_with_the_name_of_the_trap() -> None:
     class Shared:
         def __init__(self, weight: Tensor) -> None:
             self.weight = weight
@@ -182,21 +135,84 @@ def test_a_float_module_that_changed_is_an_error() -> None:
 
     module = Changes(mlp())
     module.shared = Shared(module.net[1].weight.data)
-    with pytest.raises(QuantizationError, match="The float model changed while it was quantized"):
+    with pytest.raises(QuantizationError, match="in-place corruption: the float model changed while it was quantized"):
         _try(module)
 
 
-def test_every_attempt_is_told_and_the_last_one_made_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = trial_module.checked_int8
+def test_a_lazy_layer_that_was_never_called_is_named() -> None:
+    class Lazy(Digits):
+        def __init__(self) -> None:
+            super().__init__(mlp())
+            self.spare = nn.LazyLinear(3)
 
-    def first_fails(floating: Any, calls: Any, method: str, skip: Any) -> Any:
-        if "fx_static" in method:
-            raise QuantizationError("not today")
-        return original(floating, calls, method, skip)
+    made, report = _try(Lazy())
+    assert made is None
+    assert report.reason.startswith("'spare.weight' of Lazy has no shape yet")
+    assert "Run the module once on a batch" in report.reason
 
-    monkeypatch.setattr(trial_module, "checked_int8", first_fails)
-    made, report = _try(Digits(ConvNet()))
+
+def test_weights_that_two_layers_share_are_quantized_in_both() -> None:
+    class Tied(Digits):
+        def __init__(self) -> None:
+            super().__init__(
+                nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 10))
+            )
+            self.net[3].weight = self.net[1].weight
+
+    torch.manual_seed(0)
+    module = Tied().eval()
+    made, report = _try(module)
     assert made is not None
-    assert report.backend == "dynamic"
-    assert report.attempts == ("fx_static+dynamic: not today", f"dynamic: {report.reason}")
-    assert "not today" not in report.reason
+    assert report.layers_quantized == ("net.1", "net.3", "net.4")
+    x = _batches()[0][0]
+    with torch.no_grad():
+        expected, got = module(x), made.module(x)
+    assert float((got - expected).norm() / expected.norm()) < 0.05
+    assert module.net[3].weight is module.net[1].weight
+
+
+def test_keyword_arguments_and_dict_batches() -> None:
+    class Named(Digits):
+        def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+            return self.net(x) * scale
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(x=batch["x"], scale=batch["scale"]), batch["y"])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    rows = [{"x": x, "y": y, "scale": torch.tensor(2.0)} for x, y in _batches()]
+    data = ValidationData(loaders=torch.utils.data.DataLoader(rows, batch_size=None))  # type: ignore[arg-type]
+    module = Named(mlp())
+    plan = Plan(backend="torch-ao-dynamic", objective="size")
+    made, report = try_quantized(module, rows, data, Judge(max_metric_drop=1.0), plan)
+    assert made is not None
+    assert report.metric == "val_loss"
+    assert report.relative_error < 0.05
+
+
+def test_the_float_network_is_timed_with_the_fused_attention_that_its_user_has() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+    module = Encoder().eval()
+    floating = float_copy(module)
+    baseline = float_as_it_runs(module, floating, "cpu")
+    kept = [part.activation_relu_or_gelu for part in baseline.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+    assert kept == [1]
+    assert floating.encoder.layers[0].activation_relu_or_gelu == 0
+    assert baseline.encoder.use_nested_tensor is module.encoder.use_nested_tensor
+
+
+def test_planned_engines() -> None:
+    assert [engine.name for engine in planned_engines(Plan(backend="dynamic"))] == ["torch-ao-dynamic"]
+    assert all(engine.scheme == "static-int8" for engine in planned_engines(Plan(scheme="static-int8")))
+    fast = [engine.name for engine in planned_engines(Plan())]
+    small = [engine.name for engine in planned_engines(Plan(objective="size"))]
+    assert "torchao-weight-int8" not in fast
+    assert "torchao-weight-int8" in small
+    assert small[: len(fast)] == fast

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -235,4 +236,58 @@ def test_it_is_quiet_and_leaves_logging_and_warnings_as_found(caplog: pytest.Log
     assert state() == before
     assert [record.getMessage() for record in caplog.records if record.levelno <= logging.INFO] == []
     assert torch.is_grad_enabled()
+    assert list(Path().iterdir()) == []
+
+
+class _Closing(_Data):
+    """Closes what it holds when a run has failed, or when it goes itself."""
+
+    closed: ClassVar[list[str]] = []
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.closed.append("on_exception")
+
+    def __del__(self) -> None:
+        self.closed.append("collected")
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError
+
+
+def test_a_datamodule_is_not_closed_by_a_validation_that_ends_or_fails() -> None:
+    class Fails(_Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise ZeroDivisionError
+
+    class Sees(_Validated):
+        def on_validation_epoch_end(self) -> None:
+            assert isinstance(self.trainer.datamodule, _Closing)  # type: ignore[attr-defined]
+
+    data = _Closing()
+    validation_metrics(Sees(), _loader(_batch(1.0)), datamodule=data)
+    with pytest.raises(ZeroDivisionError):
+        validation_metrics(Fails(), _loader(_batch(1.0)), datamodule=data)
+    gc.collect()
+    assert data.closed == []
+    assert data.trainer is None
+
+
+def test_what_a_step_gives_to_its_tracker_goes_nowhere() -> None:
+    folders = []
+
+    class Tracks(_Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            logger: Any = self.logger
+            logger.log_image("image", [batch[0]])
+            logger.experiment["val/image"].append(1).wait()
+            logger.experiment.config.update({"a": 1}, allow_val_change=True)
+            with logger.experiment.run() as run:
+                run.tags["x"] = list(run.history())
+            folders.append(Path(str(self.trainer.log_dir)))
+            (folders[-1] / "figure.txt").write_text("written by the step")
+
+    metrics, _ = validation_metrics(Tracks(), _loader(_batch(3.0)))
+    assert metrics["label"] == 3.0
+    assert not folders[0].exists()
     assert list(Path().iterdir()) == []

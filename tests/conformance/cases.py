@@ -14,6 +14,7 @@ from lightning_speedkit import (
     CacheRelease,
     ChannelsLast,
     CompileModel,
+    Distillation,
     Float8Precision,
     GradientClipping,
     LeakMonitor,
@@ -24,6 +25,8 @@ from lightning_speedkit import (
     OOMSnapshot,
     OptimizerChoice,
     PeakMemory,
+    Pruning,
+    QuantizationAwareTraining,
     QuantizeOnFitEnd,
     RunRecorder,
     ScheduleChoice,
@@ -85,6 +88,11 @@ CALLBACKS = (
         neutral=Part(CompileModel, {"backend": "eager", "eager_steps": 0}),
     ),
     Case(
+        "Distillation",
+        working=Part(Distillation, {"teacher": "tests.conformance.models:classifier"}),
+        neutral=Part(Distillation, {"teacher": "tests.conformance.models:classifier", "weight": 0.0}),
+    ),
+    Case(
         "GradientClipping",
         working=Part(GradientClipping, {"by": "zclip", "limit": 1.0, "warmup": 3}),
         neutral=Part(GradientClipping, {"limit": float("inf")}),
@@ -131,9 +139,19 @@ CALLBACKS = (
         neutral=Part(PeakMemory, {}),
     ),
     Case(
+        "Pruning",
+        working=Part(Pruning, {"target_sparsity": 0.7, "start": 2, "end": 16, "every": 3, "regrow": 0.2}),
+        neutral=Part(Pruning, {"target_sparsity": 0.0}),
+    ),
+    Case(
+        "QuantizationAwareTraining",
+        working=Part(QuantizationAwareTraining, {"start": 2, "freeze_ranges": 9}),
+        neutral=Part(QuantizationAwareTraining, {"start": 1_000_000, "freeze_ranges": 1_000_000}),
+    ),
+    Case(
         "QuantizeOnFitEnd",
-        working=Part(QuantizeOnFitEnd, {}),
-        neutral=Part(QuantizeOnFitEnd, {}),
+        working=Part(QuantizeOnFitEnd, {"backend": "torch-ao-dynamic", "objective": "size"}),
+        neutral=Part(QuantizeOnFitEnd, {"backend": "torch-ao-dynamic", "skip": ["*"]}),
     ),
     Case(
         "RunRecorder",

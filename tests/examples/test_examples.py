@@ -19,6 +19,8 @@ WORDS = {
     "find_learning_rate.py": ["--fast", "--plot", "../curve.svg"],
 }
 SAYS = {
+    "lighten_and_distill.py": r"layers replaced.*accuracy: 0\.9\d+ before, .* after 2 epochs.*weights load into",
+    "prune_and_quantize.py": r"whole: 0 of 84480 .*80 % zeros: 67584 of 84480 .*half of the units: ",
     "big_batch_little_memory.py": r"1000 characters: .* at once: \d+\s.* differ by at most (0\.0e|[\d.]+e-0[6-9])",
     "compile_and_channels_last.py": r"plain: 19 steps.*channels-last: 19 steps.*compiled: 19 steps.*net compiled in ",
     "command_line.py": r"GradientClipping, NonFiniteGuard, SpikeGuard, Opt.*, ScheduleChoice.*AdamW, fused: True.* 0\.",

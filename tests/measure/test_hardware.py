@@ -11,24 +11,21 @@ import pytest
 import torch
 
 from lightning_speedkit.measure import hardware, read_hardware
+from lightning_speedkit.measure.nvml import CudaDevice
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(hardware, "read_first_device", lambda: None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
 
 
-def _has_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], emulates: bool) -> None:
-    def supports(including_emulation: bool = True) -> bool:
-        return including_emulation if emulates else True
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def _has_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supports)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=16 * 2**30)
     )
@@ -36,20 +33,34 @@ def _has_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], emul
 
 @pytest.mark.parametrize("asked", ["auto", "gpu", "cuda", "CUDA"])
 def test_cuda_is_read_as_torch_tells_it(asked: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _has_cuda(monkeypatch, (8, 6), emulates=False)
+    _has_cuda(monkeypatch, (8, 6))
     found = read_hardware(asked)
     assert (found.accelerator, found.device_count, found.capability) == ("cuda", 2, (8, 6))
     assert (found.device_name, found.native_bf16, found.device_memory_bytes) == ("a GPU", True, 16 * 2**30)
 
 
 def test_emulated_bf16_counts_as_none(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _has_cuda(monkeypatch, (7, 5), emulates=True)
-    assert torch.cuda.is_bf16_supported()
+    _has_cuda(monkeypatch, (7, 5))
     assert not read_hardware("cuda").native_bf16
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose devices have no such capability
+    assert read_hardware("cuda").native_bf16
+
+
+def test_cuda_is_not_started_where_the_driver_answers(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("this starts CUDA")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("is_available", "get_device_capability", "get_device_name", "get_device_properties", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, started)
+    monkeypatch.setattr(hardware, "read_first_device", lambda: CudaDevice("NVIDIA H100", (9, 0), 80 * 2**30))
+    found = read_hardware("auto")
+    assert (found.device_name, found.capability, found.native_bf16) == ("NVIDIA H100", (9, 0), True)
+    assert (found.device_count, found.device_memory_bytes) == (4, 80 * 2**30)
 
 
 def test_the_cpu_can_be_asked_for_beside_a_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _has_cuda(monkeypatch, (9, 0), emulates=False)
+    _has_cuda(monkeypatch, (9, 0))
     found = read_hardware("cpu")
     assert (found.accelerator, found.device_count, found.capability, found.device_memory_bytes) == ("cpu", 1, None, 0)
 

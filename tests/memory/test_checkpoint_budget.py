@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +18,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_speedkit.memory import ActivationCheckpointing, checkpoint_modules, uncheckpoint_modules
+from lightning_speedkit.memory import (
+    ActivationCheckpointing,
+    CheckpointPlan,
+    checkpoint_modules,
+    uncheckpoint_modules,
+)
 from lightning_speedkit.memory.checkpoint_budget import budget_bytes, checked_budget, plan_checkpoints
-from lightning_speedkit.memory.checkpoint_budget_live import measure_peak_bytes
+from lightning_speedkit.memory.checkpoint_budget_model import ModuleProfile
+from lightning_speedkit.memory.checkpoint_budget_peak import measure_peak_bytes
 from lightning_speedkit.memory.recomputation import Recomputed
 from tests.two_ranks import on_two_ranks
 
@@ -155,7 +162,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize("budget", [0.7, 0.01])
 def test_everything_is_as_found_afterwards(budget: float) -> None:
-    model, x = Steps(), torch.randn(16, 8)
+    model, x = Steps(), torch.randn(256, 8)
     model.norm.weight.grad = gradient = torch.full((8,), 3.0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     objects = [*model.buffers(), *model.parameters()]
@@ -183,7 +190,7 @@ def test_everything_is_as_found_afterwards(budget: float) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_that_the_run_writes_to_are_as_found(fails: bool) -> None:
-    model, x, runs = Steps(), torch.randn(16, 8), 0
+    model, x, runs = Steps(), torch.randn(256, 8), 0
     before = {name: value.clone() for name, value in model.state_dict().items()}
     objects = list(model.parameters())
 
@@ -206,7 +213,7 @@ def test_weights_that_the_run_writes_to_are_as_found(fails: bool) -> None:
 
 
 def test_an_error_of_the_run_comes_out_and_undoes_everything() -> None:
-    model, x = Steps(), torch.randn(16, 8)
+    model, x = Steps(), torch.randn(256, 8)
     runs = 0
 
     def run() -> None:
@@ -246,6 +253,30 @@ def test_what_is_no_budget_is_told(wrong: Any) -> None:
         checked_budget(wrong)
 
 
+def test_a_percentage_is_told_as_a_number() -> None:
+    with pytest.raises(ValueError, match=r"budget='40 %': a part of the peak .* is a number; write 0\.4\.$"):
+        checked_budget("40 %")
+
+
+def test_where_recomputing_helps_nothing_that_is_told() -> None:
+    small = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model, x = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 4), small), torch.randn(64, 4)
+    with pytest.raises(ValueError, match="without recomputing anything: no candidate holds enough"):
+        plan_checkpoints(model, lambda: model(x).sum().backward(), 0.5)
+
+
+def test_a_plan_is_told_in_a_sentence() -> None:
+    profile = tuple(ModuleProfile(path, 1, 1, 1, 1.0) for path in map(str, range(20)))
+    plan = CheckpointPlan(("3", "5"), 1500, 4000, 2000, 0.25, 1.0, profile)
+    assert plan.describe() == (
+        "2 of 20 candidates are recomputed: 3, 5. Without, the step peaks at 4,000 bytes; with it at 1,500, of 2,000 "
+        "allowed, and it takes about 25% longer."
+    )
+    assert "11, and 3 more, see plan.paths" in replace(plan, paths=tuple(map(str, range(15)))).describe()
+    none = replace(plan, paths=(), budget_bytes=5000)
+    assert none.describe() == "nothing is recomputed: the step peaks at 4,000 bytes, and 5,000 are allowed."
+
+
 @pytest.mark.parametrize("wrong", [None, True, [0.5]])
 def test_what_is_of_the_wrong_kind_is_told(wrong: Any) -> None:
     with pytest.raises(TypeError, match="budget"):
@@ -253,7 +284,7 @@ def test_what_is_of_the_wrong_kind_is_told(wrong: Any) -> None:
 
 
 class Ranked(pl.LightningModule):
-    """Its batches have 16 rows on rank 0, and ``rows`` on rank 1."""
+    """Its batches have 256 rows on rank 0, and ``rows`` on rank 1."""
 
     def __init__(self, rows: int, gathers: bool = False) -> None:
         super().__init__()
@@ -270,7 +301,7 @@ class Ranked(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        rows = self.rows if os.environ["RANK"] == "1" else 16
+        rows = self.rows if os.environ["RANK"] == "1" else 256
         return DataLoader(torch.randn(3 * rows, 8, generator=torch.Generator().manual_seed(1)), batch_size=rows)
 
 
@@ -301,12 +332,12 @@ def _fit(module: Ranked, *callbacks: Callback) -> list[Tensor]:
 
 def _on_a_rank() -> tuple[list[tuple[bool, tuple[str, ...]]], str]:
     found = []
-    for rows, budget in ((16, 0.55), (64, "34KB")):  # without checkpointing 17 KB, with 64 rows 66 KB
+    for rows, budget in ((256, 0.6), (1024, "600KB")):  # without checkpointing 270 KB, with 1024 rows 1.1 MB
         watch = Watch()
         planned = _fit(Ranked(rows), ActivationCheckpointing("Sequential", budget=budget), watch)
         found.append((all(map(torch.equal, planned, _fit(Ranked(rows)))), watch.paths))
     with pytest.raises(RuntimeError) as caught:
-        _fit(Ranked(16, gathers=True), ActivationCheckpointing("Sequential", budget=0.55))
+        _fit(Ranked(256, gathers=True), ActivationCheckpointing("Sequential", budget=0.6))
     return found, str(caught.value)
 
 

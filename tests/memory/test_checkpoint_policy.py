@@ -51,7 +51,7 @@ def test_offload_and_its_threshold() -> None:
         ({"min_bytes": 3}, "option of policy='offload', got policy='full'"),
         ({"policy": "offload", "min_bytes": -1}, "min_bytes=-1 must be 0 or more"),
         ({"policy": "selective", "keep": []}, "keep=[] keeps nothing"),
-        ({"policy": "selective", "keep": ["matmull"]}, "did you mean 'matmul'?"),
+        ({"policy": "selective", "keep": ["matmull"]}, "Did you mean 'matmul'?"),
         ({"policy": "selective", "keep": ["aten.nothing"]}, "'aten.nothing' is no class and no operation"),
         ({"policy": "selective", "keep": ["nothing.mm"]}, "'nothing.mm' is no class and no operation"),
         ({"policy": "selective", "keep": [""]}, "'' is no class and no operation"),

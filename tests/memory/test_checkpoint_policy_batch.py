@@ -50,8 +50,8 @@ class Module(pl.LightningModule):
         loss = nn.functional.mse_loss(self.network(x), y)
         self.losses.append(loss.detach())
         self.mean.update(loss.detach())
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=16)
-        self.log_dict({"mean": self.mean}, on_step=False, on_epoch=True, batch_size=16)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=128)
+        self.log_dict({"mean": self.mean}, on_step=False, on_epoch=True, batch_size=128)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -59,8 +59,8 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(2)
-        data = TensorDataset(torch.randn(64, 8, generator=generator), torch.randn(64, 1, generator=generator))
-        return DataLoader(data, batch_size=16, generator=torch.Generator(), collate_fn=_as_dict)
+        data = TensorDataset(torch.randn(512, 8, generator=generator), torch.randn(512, 1, generator=generator))
+        return DataLoader(data, batch_size=128, generator=torch.Generator(), collate_fn=_as_dict)
 
 
 def _as_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -103,7 +103,8 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_fit_under_a_budget_is_the_same_and_keeps_it(accumulate: int) -> None:
+def test_a_fit_under_a_budget_is_the_same_and_keeps_it(accumulate: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
     spy, module = Spy(), Module()
     callback = ActivationCheckpointing(budget=0.6)
     told = _fit(module, callback, spy, accumulate_grad_batches=accumulate)
@@ -114,7 +115,10 @@ def test_a_fit_under_a_budget_is_the_same_and_keeps_it(accumulate: int) -> None:
     assert all(path.startswith("network.") for path in paths)
     assert plan.peak_bytes <= 0.6 * plan.plain_peak_bytes
     assert all(other is plan for other in spy.plans)  # found once
-    assert (_checkpointed(module), callback.plan, callback.paths) == ((), None, ())
+    assert (_checkpointed(module), callback.plan, callback.paths) == ((), plan, ())  # the plan can be read afterwards
+    told = [record.getMessage() for record in caplog.records if "ActivationCheckpointing" in record.getMessage()]
+    assert told == [f"ActivationCheckpointing(budget=0.6): {plan.describe()}"]
+    assert f"recomputed: {', '.join(paths)}. Without, the step peaks at {plan.plain_peak_bytes:,} bytes" in told[0]
 
 
 def test_a_budget_that_everything_is_within_checkpoints_nothing() -> None:

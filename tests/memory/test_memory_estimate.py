@@ -171,6 +171,13 @@ def test_the_table_is_told_as_text() -> None:
         ({"module": 3}, TypeError, "module is a torch.nn.Module, got int"),
         ({"module": nn.ReLU}, TypeError, "module is a torch.nn.Module, got ReLU. Make one: ReLU(...)."),
         ({"batch": 4}, TypeError, "batch is one batch of tensors, such as next(iter(loader)), got int"),
+        (
+            {"batch": [torch.zeros(8, 16), torch.zeros(8)]},
+            ValueError,
+            "Sequential.forward(input) cannot be called with 2 arguments of the batch: too many positional arguments. "
+            "If the batch is a pair of inputs and target, give loss too",
+        ),
+        ({"batch": {"x": torch.zeros(8, 16)}}, ValueError, "the keys 'x' of the batch: missing a required argument"),
         ({"batch": [torch.utils.data.DataLoader([1])]}, TypeError, "got list without a tensor"),
         ({"precision": "bf16"}, ValueError, "precision='bf16' is not one of '32-true', 'bf16-mixed'"),
         ({"method": "guess"}, ValueError, "method='guess' is neither 'fake' nor 'run'"),

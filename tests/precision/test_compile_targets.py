@@ -36,6 +36,9 @@ def test_chosen(modules: str | list[str], paths: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("modules", "error", "said"),
     [
+        ("encodr", ValueError, r"no path 'encodr' in the model. Did you mean 'encoder'\? Classes: Linear \(x4\), "),
+        ("head.0", ValueError, r"Did you mean 'heads.0'"),
+        ("zzz", ValueError, r"Paths: encoder, loss, metric, encoder.0, encoder.1, heads.0, heads.1, encoder.0.0, "),
         ("heads", ValueError, r"never called. Take what it holds: 'heads\.\*'"),
         ("Model", ValueError, "steps stay eager so that self.log works"),
         (["auto", "encoder"], ValueError, "mixes 'auto' with names"),

@@ -162,6 +162,17 @@ def test_different_callbacks_and_kinds_of_plugins_stand_side_by_side() -> None:
     assert [part.cls for part in patch.plugins] == [Precision]
 
 
+@pytest.mark.parametrize("other", [Part(EarlyStopping, {"monitor": "b"}), Part(EarlyStopping, {"monitor": "a"})])
+def test_one_preset_that_sets_a_thing_twice_is_a_conflict_with_itself(other: Part) -> None:
+    patch = TrainerPatch(callbacks=(Part(EarlyStopping, {"monitor": "a"}), other))
+    preset = Preset(name="mine", kind="k", summary="s", patch=patch)
+    with pytest.raises(
+        PresetConflictError, match=r"^The preset 'mine' sets callbacks \(EarlyStopping\) twice: Early"
+    ) as caught:
+        merge(expand(["mine"], Registry([preset])))
+    assert "once" in str(caught.value)
+
+
 def test_a_value_that_cannot_be_compared_is_a_conflict_and_not_a_crash() -> None:
     class Strange:
         def __eq__(self, other: object) -> bool:

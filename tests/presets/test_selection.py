@@ -12,11 +12,11 @@ from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lightning_speedkit import presets
-from lightning_speedkit.errors import HardwareNeedError, PresetConflictError
+from lightning_speedkit.errors import HardwareNeedError, MissingExtraError, PresetConflictError
 from lightning_speedkit.facts import Hardware
 from lightning_speedkit.optimize import AccumulationScheduler
 from lightning_speedkit.precision import SpeedkitMixedPrecision
-from lightning_speedkit.presets import trainer_kwargs
+from lightning_speedkit.presets import needs, trainer_kwargs
 from lightning_speedkit.presets.merge import PRECISION, expand, merge
 from lightning_speedkit.presets.selection import (
     Given,
@@ -200,6 +200,46 @@ def test_the_machines_of_a_preset_count_like_those_of_the_user(monkeypatch: pyte
     assert trainer_kwargs("cluster") == {"strategy": "speedkit_ddp", "num_nodes": 2}
     with pytest.raises(HardwareNeedError, match="2 devices"):
         trainer_kwargs("cluster", num_nodes=1)
+
+
+def test_where_only_a_library_is_missing_it_is_not_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wanted in (("library", ("extra:quant",)), ("both", ("gpu", "extra:quant"))):
+        patch = TrainerPatch(arguments={"max_epochs": 1})
+        presets.register(Preset(name=name, kind="k", summary="s", patch=patch, needs=wanted))
+    monkeypatch.setattr(needs, "_missing_libraries", lambda extra: ["torchao", "onnx"])
+    with pytest.raises(MissingExtraError) as caught:
+        trainer_kwargs("library")
+    assert str(caught.value) == (
+        "The preset 'library' needs torchao and onnx, which are not installed: pip install 'lightning-speedkit[quant]'"
+    )
+    with pytest.raises(
+        HardwareNeedError, match=r"'both' needs a GPU and torchao, onnx \(pip install '.*; this machine"
+    ):
+        trainer_kwargs("both")
+    monkeypatch.setattr(needs, "_is_known", lambda extra: False)
+    with pytest.raises(MissingExtraError, match=r"the extra 'quant' of lightning-speedkit, .*: pip install -U '"):
+        trainer_kwargs("library")
+
+
+def test_a_part_that_a_bundle_replaces_needs_nothing() -> None:
+    bundle = Preset(
+        name="mine",
+        kind="bundle",
+        summary="s",
+        includes=("fp16-mixed",),
+        patch=TrainerPatch(arguments={"precision": "32-true"}),
+    )
+    presets.register(bundle)
+    assert can_run(bundle, CPU) == ()
+    assert trainer_kwargs("mine") == {"precision": "32-true"}
+
+
+def test_a_bundle_that_contradicts_itself_is_told_when_it_is_used() -> None:
+    bundle = Preset(name="mine", kind="bundle", summary="s", includes=("fp16-mixed", "fp32"))
+    presets.register(bundle)
+    assert can_run(bundle, CPU) == ("a GPU",)
+    with pytest.raises(PresetConflictError):
+        trainer_kwargs("mine")
 
 
 def test_the_needs_of_a_part_that_is_used_on_another_device_are_only_the_libraries() -> None:

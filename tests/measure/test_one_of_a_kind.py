@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
+from lightning_speedkit.memory import BatchSizeSearch
 from lightning_speedkit.optimize import (
     AutoMicroBatch,
     AverageWeights,
@@ -20,7 +21,10 @@ from lightning_speedkit.optimize import (
 )
 from tests.optimize.line import Line, batches_of, loader, trainer
 
-KINDS = (AutoMicroBatch, AverageWeights, GradientClipping, NonFiniteGuard, OptimizerChoice, ScheduleChoice, SpikeGuard)
+KINDS = (
+    *(AutoMicroBatch, AverageWeights, BatchSizeSearch, GradientClipping),
+    *(NonFiniteGuard, OptimizerChoice, ScheduleChoice, SpikeGuard),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,152 @@
+"""Converted copies of a network, each checked against the float one, and what they weigh and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_speedkit.compress.calls import Call, first_sample
+from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, Prepared
+from lightning_speedkit.compress.float_copy import copy_module
+from lightning_speedkit.compress.quality import alternating_seconds
+from lightning_speedkit.compress.report import CandidateReport
+from lightning_speedkit.compress.self_check import SelfCheck, calls_on, check_copy
+from lightning_speedkit.errors import MissingExtraError, QuantizationError
+
+__all__ = ["Candidate", "float_as_it_runs", "make_candidate", "time_all"]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What one engine made of the network, or why it made nothing."""
+
+    engine: Engine
+    report: CandidateReport
+    prepared: Prepared | None = None
+    converted: Converted | None = None
+    check: SelfCheck | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Candidate:
+        """One of which nothing is known yet."""
+        return cls(engine, CandidateReport(backend=engine.name, scheme=engine.scheme, outcome=""))
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a copy that passed its check."""
+        return self.converted is not None and self.check is not None and self.check.passed
+
+    def ends(self, outcome: str, reason: str) -> None:
+        """Write down what came of it."""
+        self.report = replace(self.report, outcome=outcome, reason=reason)
+
+    def convert(self, floating: nn.Module, calls: Sequence[Call], skip: Sequence[str], device: str) -> None:
+        """Make the copy with the layers that ``skip`` names in float, and check it."""
+        assert self.prepared is not None
+        self.converted, self.check = None, None
+        try:
+            converted = self.prepared.convert(skip)
+            if not converted.quantized and self.engine.scheme != FLOAT32:
+                why = "; ".join(f"{name}: {reason}" for name, reason in converted.skipped.items())
+                raise QuantizationError(f"No layer could be quantized ({why or 'it has no layer with a weight'}).")
+            self.check = check_copy(
+                floating,
+                converted.module,
+                calls,
+                scheme=converted.scheme,
+                layers=converted.quantized,
+                device=device,
+            )
+        except Exception as failure:  # the libraries behind an engine raise anything
+            self.ends("failed", told(failure))
+            return
+        self.converted = converted
+        self.report = replace(
+            self.report,
+            outcome=self.check.trap or "",
+            reason=self.check.message,
+            relative_error=self.check.error,
+            expected_error=self.check.error_expected,
+            bytes=converted.bytes if self.check.passed else None,
+        )
+
+
+def make_candidate(
+    engine: Engine, floating: nn.Module, calls: Sequence[Call], skip: Sequence[str], device: str
+) -> Candidate:
+    """``floating`` converted by ``engine`` and checked; its report tells a failure."""
+    candidate = Candidate.of(engine)
+    if (missing := engine.missing(device)) is not None:
+        candidate.ends("missing", missing)
+        return candidate
+    try:
+        candidate.prepared = engine.prepare(floating, calls, device)
+    except MissingExtraError as failure:
+        candidate.ends("missing", str(failure))
+        return candidate
+    except Exception as failure:  # exporters and user code raise anything
+        candidate.ends("failed", told(failure))
+        return candidate
+    candidate.convert(floating, calls, skip, device)
+    return candidate
+
+
+def float_as_it_runs(module: nn.Module, floating: nn.Module, device: str) -> nn.Module:
+    """A float copy as fast as the user's own: with the fused path of ``nn.TransformerEncoder``, on ``device``."""
+    twin = copy_module(floating)
+    for original, part in zip(_encoders(module), _encoders(twin), strict=True):
+        for name in ("use_nested_tensor", "activation_relu_or_gelu"):
+            if hasattr(original, name):
+                setattr(part, name, getattr(original, name))
+    return twin.to(device)
+
+
+def _encoders(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if isinstance(m, (nn.TransformerEncoder, nn.TransformerEncoderLayer))]
+
+
+def time_all(
+    baseline: nn.Module, candidates: Sequence[Candidate], calls: Sequence[Call], device: str
+) -> tuple[float | None, float | None]:
+    """Write seconds of a batch and of one sample into the reports of usable ``candidates``; those of ``baseline``.
+
+    All are called in turn. What cannot be called is ``None``, such as one sample of a network that needs a full batch.
+    """
+    usable = [candidate for candidate in candidates if candidate.usable]
+    modules = [baseline, *(c.converted.module for c in usable if c.converted is not None)]
+    first = list({call.name: call for call in reversed(calls)}.values())
+    batch = _seconds(modules, calls_on(first, device), device)
+    one = _seconds(modules, calls_on([first_sample(call) for call in first], device), device)
+    for index, candidate in enumerate(usable, 1):
+        candidate.report = replace(candidate.report, seconds_batch=batch[index], seconds_one=one[index])
+    return batch[0], one[0]
+
+
+def _seconds(modules: Sequence[nn.Module], calls: Sequence[Call], device: str) -> list[float] | list[None]:
+    def forward(module: nn.Module) -> Callable[[], None]:
+        targets = [(module.get_submodule(call.name), call) for call in calls]
+
+        def run() -> None:
+            for target, call in targets:
+                target(*call.args, **call.kwargs)
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    try:
+        with torch.no_grad():
+            return alternating_seconds([forward(module) for module in modules])
+    except Exception:  # a network that needs a full batch; the full batch itself was checked before
+        return [None] * len(modules)
+
+
+def told(error: BaseException) -> str:
+    """``error`` in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (QuantizationError, MissingExtraError)):
+        return text
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__

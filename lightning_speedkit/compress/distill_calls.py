@@ -1,0 +1,93 @@
+"""Sees how a training step calls its network, and what that answers, without a change to the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["NetworkCall", "WatchedCalls"]
+
+
+@dataclass(slots=True)
+class NetworkCall:
+    """One call of the network ``name``, its output, and those of the modules inside that are watched."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+class WatchedCalls:
+    """Watches the calls of ``network``, or by default those of ``root`` and of the networks that it holds.
+
+    Of calls within a call only the outermost counts. ``features`` names modules of ``root`` whose outputs are kept.
+
+    >>> root = nn.Sequential(nn.Linear(2, 3))
+    >>> import torch
+    >>> watched = WatchedCalls(root)
+    >>> with watched.watching() as calls:
+    ...     _ = root(torch.ones(1, 2))
+    >>> [(call.name, tuple(call.output.shape)) for call in calls]
+    [('', (1, 3))]
+    >>> watched.remove()
+    """
+
+    def __init__(self, root: nn.Module, network: str | None = None, features: Sequence[str] = ()) -> None:
+        self._calls: list[NetworkCall] | None = None
+        self._features: dict[str, Any] = {}
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+        held = [name for name, child in root.named_children() if next(child.parameters(), None) is not None]
+        for name in [network] if network is not None else ["", *held]:
+            module = root.get_submodule(name)
+            # plain functions, which a copy of the module shares, and which do nothing outside watching()
+            self._handles.append(module.register_forward_pre_hook(self._entering(), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leaving(name), with_kwargs=True, always_call=True))
+        for name in features:
+            self._handles.append(root.get_submodule(name).register_forward_hook(self._keeping(name)))
+
+    @contextmanager
+    def watching(self) -> Iterator[list[NetworkCall]]:
+        """The list fills with the calls that are made inside the block."""
+        self._calls, self._features, self._depth = [], {}, 0
+        try:
+            yield self._calls
+        finally:
+            self._calls, self._features = None, {}
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            if self._calls is not None:
+                self._depth += 1
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._calls is None:
+                return
+            self._depth -= 1
+            if self._depth == 0:
+                features, self._features = self._features, {}
+                self._calls.append(NetworkCall(name, args, kwargs, output, features))
+
+        return leave
+
+    def _keeping(self, name: str) -> Callable[..., None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            if self._calls is not None:
+                self._features[name] = output
+
+        return keep

@@ -1,0 +1,129 @@
+"""A teacher network: made from a name or taken as it is, asked without gradients, and given back as it was found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+__all__ = ["Teacher", "made_teacher"]
+
+
+def made_teacher(source: str | nn.Module | Callable[[], nn.Module], checkpoint: str | None = None) -> nn.Module:
+    """The network that ``source`` is or makes, with the weights of ``checkpoint``.
+
+    Args:
+        source: A module; a function or class that makes one; or the path of such a function, ``"package.module:Name"``.
+        checkpoint: A file of weights: that of a Trainer, or of a ``state_dict``. Nothing in it is executed. A class of
+            LightningModule is made with the hyperparameters that the file holds.
+
+    Raises:
+        ValueError: ``source`` names nothing, or the weights do not fit.
+        TypeError: What it makes is no module.
+
+    >>> made_teacher("torch.nn:Identity")
+    Identity()
+    """
+    make: Any = _found(source) if isinstance(source, str) else source
+    with isolate_rng():  # the first weights of a network are drawn at random
+        if checkpoint is not None and isinstance(make, type) and issubclass(make, LightningModule):
+            return make.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+        teacher = make if isinstance(make, nn.Module) else make()
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"teacher must be or make a torch.nn.Module, and {source!r} gave a {type(teacher).__name__}.")
+    if checkpoint is not None:
+        _load(teacher, Path(checkpoint))
+    return teacher
+
+
+class Teacher:
+    """A network in eval mode on a device, until :meth:`give_back`.
+
+    ``features`` names modules inside it whose output is kept of each call.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device, features: Sequence[str] = ()) -> None:
+        self._network = network
+        self._modes = [(module, module.training) for module in network.modules()]
+        devices = {tensor.device for tensor in (*network.parameters(), *network.buffers())}
+        self._was_on = next(iter(devices)) if len(devices) == 1 else None  # one that is spread out stays so
+        self._kept: dict[str, Any] = {}
+        self._handles = [
+            network.get_submodule(name).register_forward_hook(self._keeper(name), always_call=False)
+            for name in features
+        ]
+        network.eval()
+        if self._was_on is not None:
+            network.to(device)
+        floats = [p.dtype for p in network.parameters() if p.is_floating_point()]
+        self._dtype = floats[0] if floats else None
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What it answers, and the outputs of ``features``."""
+        if self._dtype is not None and not torch.is_autocast_enabled(self._device.type):
+            args, kwargs = apply_to_collection(  # of a student in half precision
+                (tuple(args), dict(kwargs)), Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t
+            )
+        self._kept = {}
+        answer = self._network(*args, **kwargs)
+        kept, self._kept = self._kept, {}
+        return answer, kept
+
+    def give_back(self) -> None:
+        """Put the network back into the mode and onto the device that it had."""
+        for handle in self._handles:
+            handle.remove()
+        if self._was_on is not None:
+            self._network.to(self._was_on)
+        for module, mode in self._modes:
+            module.training = mode
+
+    def _keeper(self, name: str) -> Callable[..., None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            self._kept[name] = output
+
+        return keep
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"teacher={path!r} names nothing that can be imported ({error}). Write 'package.module:Name', the path of "
+            "a class or function that makes the teacher."
+        ) from error
+    return found
+
+
+def _load(teacher: nn.Module, path: Path) -> None:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise ValueError(f"checkpoint={str(path)!r} holds no weights by name.")
+    wanted = set(teacher.state_dict())
+    # a LightningModule saves its network under the name of the attribute that holds it
+    prefixes = ["", *sorted({key[: i + 1] for key in state for i, c in enumerate(key) if c == "."}, key=len)]
+    for prefix in prefixes:
+        inside = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        if set(inside) == wanted:
+            teacher.load_state_dict(inside)
+            return
+    missing = sorted(wanted - set(state))
+    raise ValueError(
+        f"The weights in {str(path)!r} are not those of the teacher, a {type(teacher).__name__}: it lacks "
+        f"{missing[:3] or 'none'}, and has {sorted(set(state) - wanted)[:3]} beside them. Give a teacher of the "
+        "structure that was saved."
+    )
