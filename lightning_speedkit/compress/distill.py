@@ -11,8 +11,6 @@ Source: Hinton, Vinyals and Dean 2015 (arXiv 1503.02531); for features, FitNets 
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_speedkit.compress.distill_calls import NetworkCall, WatchedCalls
+from lightning_speedkit.compress.distill_calls import NetworkCall, WatchedCalls, check_calls
+from lightning_speedkit.compress.distill_step import wrap_training_step
 from lightning_speedkit.compress.distill_teacher import Teacher, made_teacher
 
 __all__ = ["Distillation", "distillation_loss"]
@@ -166,7 +165,7 @@ class Distillation(Callback):
                 raise ValueError(f"The {kind} has no module {unknown[0]!r}; it has {', '.join(list(known)[1:9])}.")
         self._teacher = Teacher(self._network, trainer.strategy.root_device, list(self.features.values()))
         self._watched = WatchedCalls(pl_module, self.student, list(self.features))
-        self._undo = _wrap_training_step(pl_module, self._step)
+        self._undo = wrap_training_step(pl_module, self._step)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -194,7 +193,7 @@ class Distillation(Callback):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             return output  # a step that is left out, or one that Lightning has a message for
-        _check_calls(calls, versions, type(module).__name__)
+        check_calls(calls, versions, type(module).__name__)
         soft, hints = zip(*(self._terms(call) for call in calls), strict=True)
         if self.weight > 0:
             softened = torch.stack(soft).mean()
@@ -225,50 +224,6 @@ class Distillation(Callback):
         if self._teacher is not None:
             self._teacher.give_back()
         self._undo = self._watched = self._teacher = None
-
-
-def _wrap_training_step(module: pl.LightningModule, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``around(module, step, args, kwargs)`` run in place of ``module.training_step``; returns what undoes it."""
-    before = vars(module).get("training_step")
-    original = module.training_step
-    plain = getattr(type(module), "training_step")  # noqa: B009  # unbound
-
-    @functools.wraps(original)
-    def step(self: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
-        if self is not module:  # of a copy, which has its own weights and no teacher
-            return plain(self, *args, **kwargs)
-        return around(module, original, args, kwargs)
-
-    ours = types.MethodType(step, module)
-    vars(module)["training_step"] = ours
-
-    def undo() -> None:
-        if vars(module).get("training_step") is ours:
-            del vars(module)["training_step"]
-            if before is not None:
-                vars(module)["training_step"] = before
-
-    return undo
-
-
-def _check_calls(calls: list[NetworkCall], versions: Mapping[int, int], name: str) -> None:
-    if not calls:
-        raise MisconfigurationException(
-            f"{name}.training_step called neither the module nor a network that it holds, so Distillation sees no "
-            "logits. Name the submodule that yields them by student=..."
-        )
-    if len(names := {call.name for call in calls}) > 1:
-        told = ", ".join(sorted(each or "the module itself" for each in names))
-        raise MisconfigurationException(
-            f"{name}.training_step called several networks ({told}), and Distillation cannot tell which of them "
-            "the teacher stands beside. Call them in one forward, or name one by student=..."
-        )
-    for leaf in (leaf for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
-        if isinstance(leaf, Tensor) and leaf._version != versions.get(id(leaf), leaf._version):
-            raise MisconfigurationException(
-                f"{name} writes into its input, so the teacher would get something else than the student did. Let the "
-                "first layer work on a copy, as nn.ReLU(inplace=False) does."
-            )
 
 
 def _squared_difference(name: str, student: Any, teacher: Any) -> Tensor:

@@ -1,16 +1,18 @@
-"""Sees how a training step calls its network, and what that answers, without a change to the module."""
+"""Sees how a training step calls its network, and what that answers, without a change to the module's code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["NetworkCall", "WatchedCalls"]
+__all__ = ["NetworkCall", "WatchedCalls", "check_calls"]
 
 
 @dataclass(slots=True)
@@ -91,3 +93,30 @@ class WatchedCalls:
                 self._features[name] = output
 
         return keep
+
+
+def check_calls(calls: Sequence[NetworkCall], versions: Mapping[int, int], name: str) -> None:
+    """Raise unless ``calls`` are of one network, whose inputs it left as they were.
+
+    ``versions`` are those of the tensors of the batch before the step, by ``id``; ``name`` is that of the module.
+
+    Raises:
+        MisconfigurationException: There is no call, or one of several networks, or an input was written into.
+    """
+    if not calls:
+        raise MisconfigurationException(
+            f"{name}.training_step called neither the module nor a network that it holds, so Distillation sees no "
+            "logits. Name the submodule that yields them by student=..."
+        )
+    if len(names := {call.name for call in calls}) > 1:
+        told = ", ".join(sorted(each or "the module itself" for each in names))
+        raise MisconfigurationException(
+            f"{name}.training_step called several networks ({told}), and Distillation cannot tell which of them "
+            "the teacher stands beside. Call them in one forward, or name one by student=..."
+        )
+    for leaf in (leaf for call in calls for leaf in tree_leaves((call.args, call.kwargs))):
+        if isinstance(leaf, Tensor) and leaf._version != versions.get(id(leaf), leaf._version):
+            raise MisconfigurationException(
+                f"{name} writes into its input, so the teacher would get something else than the student did. Let the "
+                "first layer work on a copy, as nn.ReLU(inplace=False) does."
+            )

@@ -58,7 +58,8 @@ def onnx_graph(part: ExportedPart, module: nn.Module) -> OnnxGraph:
     layers.mark(model)
     model = _optimized(model)
     layers.mark(model)  # what became one node, such as a convolution and its BatchNorm, has lost its mark
-    return OnnxGraph(_preprocessed(model), list(layers.numbers))
+    model = _preprocessed(model)
+    return OnnxGraph(model, layers.found_in(model))
 
 
 def graph_bytes(model: Any) -> bytes:
@@ -90,6 +91,19 @@ class _Layers:
     def __init__(self, part: str, module: nn.Module) -> None:
         self.part, self.owners = part, _owners(module)
         self.numbers: dict[tuple[str, ...], int] = {}
+        self._weights = dict(module.named_parameters(prefix="inner", remove_duplicate=False))
+        self._sources: dict[int, str] = {}
+
+    def found_in(self, model: Any) -> list[tuple[str, ...]]:
+        """The layers by their numbers; one whose weight an optimizer took for that of another is listed there."""
+        layers = list(self.numbers)
+        present = sorted({n for node in model.graph.node if (n := layer_of_node(node.name)) is not None})
+        for lost in set(range(len(layers))) - set(present):
+            weight = self._weights[self._sources[lost]]
+            twins = (n for n in present if torch.equal(self._weights[self._sources[n]], weight))
+            if (twin := next(twins, None)) is not None:
+                layers[twin] += layers[lost]
+        return layers
 
     def mark(self, model: Any) -> None:
         """Rename the nodes of ``model``; a node that is marked keeps its name."""
@@ -105,7 +119,9 @@ class _Layers:
                 node.name = f"n{index}_{node.op_type}"
                 continue
             names = tuple(".".join(filter(None, (self.part, name))) for name in self.owners[source])
-            node.name = f"layer{self.numbers.setdefault(names, len(self.numbers))}@{index}"
+            number = self.numbers.setdefault(names, len(self.numbers))
+            self._sources.setdefault(number, source)
+            node.name = f"layer{number}@{index}"
 
 
 def _owners(module: nn.Module) -> dict[str, list[str]]:

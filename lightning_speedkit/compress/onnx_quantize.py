@@ -17,9 +17,15 @@ __all__ = ["DYNAMIC_OPS", "STATIC_OPS", "dynamic_int8", "measured_ranges", "quan
 STATIC_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Gather")
 DYNAMIC_OPS = ("Gemm", "MatMul", "LSTM")
 # what stands between the products, and would turn int8 into float and back if it were left in float
-_BETWEEN = ("Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Add", "Mul", "Concat", "Reshape", "Flatten",
-            "Transpose", "Squeeze", "Unsqueeze", "Pad", "Resize", "LeakyRelu", "Sigmoid")  # fmt: skip
+_BETWEEN = ("Relu", "Clip", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten",
+            "Transpose", "Squeeze", "Unsqueeze", "Pad", "Resize")  # fmt: skip
 _OPTIONS = {"MatMulConstBOnly": True}
+
+
+def _operators(graph: OnnxGraph) -> list[str]:
+    """The operators to quantize. A sum is one between convolutions; in a transformer it costs accuracy for nothing."""
+    convolutional = any(node.op_type == "Conv" for node in graph.model.graph.node)
+    return [*STATIC_OPS, *_BETWEEN, *(["Add"] if convolutional else [])]
 
 
 class _Reader:
@@ -48,7 +54,7 @@ def measured_ranges(graph: OnnxGraph, inputs: Sequence[Sequence[Tensor]]) -> Any
         onnx.save(graph.model, str(path))
         calibrator = create_calibrator(
             path,
-            [*STATIC_OPS, *_BETWEEN],
+            _operators(graph),
             augmented_model_path=str(Path(folder, "watched.onnx")),
             calibrate_method=CalibrationMethod.MinMax,
         )
@@ -71,7 +77,7 @@ def static_int8(graph: OnnxGraph, ranges: Any, kept_float: Collection[int], *, r
             ranges,
             [],
             _excluded(graph, kept_float, STATIC_OPS),
-            [*STATIC_OPS, *_BETWEEN],
+            _operators(graph),
             dict(_OPTIONS),
         )
         quantizer.quantize_model()

@@ -17,16 +17,14 @@ layers put back to float until it is met, is what NNCF calls accuracy-aware quan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -36,9 +34,9 @@ from typing_extensions import override
 from lightning_speedkit.compress.artefact import load_quantized, save_quantized
 from lightning_speedkit.compress.conversion import QuantizationDetails, check_choice, quantize_model
 from lightning_speedkit.compress.engine import FORMATS, SCHEMES, engine_named
-from lightning_speedkit.compress.float_copy import copy_module
-from lightning_speedkit.compress.judge import Judge, ValidationData
+from lightning_speedkit.compress.judge import Judge
 from lightning_speedkit.compress.kept_batches import KeptBatches, planned_batches
+from lightning_speedkit.compress.quantize_fit import is_trial_run, monitored, validation_data, with_best_weights
 from lightning_speedkit.compress.rank_wait import RankWait
 from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.result_files import write_result
@@ -176,7 +174,7 @@ class QuantizeOnFitEnd(Callback):
                 f"QuantizeOnFitEnd needs the whole model in one process, and {type(trainer.strategy).__name__} "
                 f"spreads it over devices. Use strategy='ddp', or quantize_model() on the model from a checkpoint."
             )
-        if _is_trial_run(trainer):
+        if is_trial_run(trainer):
             return
         self._refuse_missing_engines()
         if self.weights == "best" and trainer.checkpoint_callback is None:
@@ -193,7 +191,7 @@ class QuantizeOnFitEnd(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         planned = planned_batches(trainer, self.calibration)
-        if self.calibration == "val" and not planned and not _is_trial_run(trainer):
+        if self.calibration == "val" and not planned and not is_trial_run(trainer):
             raise MisconfigurationException(
                 "QuantizeOnFitEnd(calibration='val') needs validation batches, and this fit has none. Give fit() a "
                 "validation loader, check limit_val_batches, or use calibration='train'."
@@ -204,7 +202,7 @@ class QuantizeOnFitEnd(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.calibration == "train" and trainer.is_global_zero and not _is_trial_run(trainer):
+        if self.calibration == "train" and trainer.is_global_zero and not is_trial_run(trainer):
             self._kept.offer(batch, batch_idx)
 
     @override
@@ -217,7 +215,7 @@ class QuantizeOnFitEnd(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         wanted = self.calibration == "val" and trainer.state.fn == "fit" and not trainer.sanity_checking
-        if wanted and trainer.is_global_zero and not _is_trial_run(trainer):
+        if wanted and trainer.is_global_zero and not is_trial_run(trainer):
             self._kept.offer(batch, batch_idx)
 
     @override
@@ -227,7 +225,7 @@ class QuantizeOnFitEnd(Callback):
         self._monitor_checked = True
         logged = sorted(trainer.callback_metrics)  # of the first rank, which some metrics are logged on alone
         names = trainer.strategy.broadcast(logged)
-        if self.monitor not in names and not _is_trial_run(trainer):
+        if self.monitor not in names and not is_trial_run(trainer):
             raise MisconfigurationException(
                 f"QuantizeOnFitEnd(monitor={self.monitor!r}): no such metric was logged in the first validation; "
                 f"logged: {names}.{did_you_mean(self.monitor, names)}"
@@ -235,12 +233,12 @@ class QuantizeOnFitEnd(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _is_trial_run(trainer):
+        if not is_trial_run(trainer):
             self._wait = RankWait(trainer)  # here, where all ranks are; the strategy is torn down before on_fit_end
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _is_trial_run(trainer):
+        if is_trial_run(trainer):
             rank_zero_info("QuantizeOnFitEnd does nothing in fast_dev_run and barebones.")
             return
         if self._wait is None or (trainer.is_global_zero and not self._kept.batches):
@@ -302,11 +300,11 @@ class QuantizeOnFitEnd(Callback):
             monitor=self.monitor,
             mode=self.mode,
             max_metric_drop=self.max_metric_drop,
-            monitored=_monitored(trainer),
+            monitored=monitored(trainer),
         )
-        data = _validation_data(trainer, self.validation_batches)
+        data = validation_data(trainer, self.validation_batches)
         try:
-            module = pl_module if self.weights == "last" else _with_best_weights(trainer, pl_module)
+            module = pl_module if self.weights == "last" else with_best_weights(trainer, pl_module)
         except QuantizationError as missing:
             converted, report = None, QuantizationReport(kept=False, reason=str(missing))
         else:
@@ -323,53 +321,6 @@ class QuantizeOnFitEnd(Callback):
             rank_zero_warn(
                 f"QuantizeOnFitEnd kept no quantized model; {folder / 'report.json'} has all. {report.reason}"
             )
-
-
-def _with_best_weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> pl.LightningModule:
-    path = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    if not path:
-        raise QuantizationError("weights='best': this fit has written no best checkpoint. Use weights='last'.")
-    try:
-        checkpoint = _read_checkpoint(trainer, path)
-        twin = copy_module(pl_module)
-        twin.on_load_checkpoint(checkpoint)
-        twin.load_state_dict(checkpoint["state_dict"], strict=pl_module.strict_loading)
-    except (OSError, RuntimeError, KeyError) as error:
-        raise QuantizationError(
-            f"weights='best': {path} could not be loaded ({type(error).__name__}: {error})."
-        ) from error
-    return twin
-
-
-def _read_checkpoint(trainer: pl.Trainer, path: str) -> dict[str, Any]:
-    read: Any = trainer.strategy.checkpoint_io.load_checkpoint
-    try:
-        found: Mapping[str, Any] = read(path, map_location="cpu", weights_only=True)
-    except UnpicklingError:  # it holds objects of the user's own, and was written by this very run
-        found = read(path, map_location="cpu", weights_only=False)
-    return dict(found)
-
-
-def _is_trial_run(trainer: pl.Trainer) -> bool:
-    return bool(getattr(trainer, "fast_dev_run", False)) or trainer.barebones
-
-
-def _monitored(trainer: pl.Trainer) -> list[tuple[str, str]]:
-    watching = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
-    return [(c.monitor, c.mode) for c in watching if isinstance(c, (ModelCheckpoint, EarlyStopping)) and c.monitor]
-
-
-def _validation_data(trainer: pl.Trainer, limit: int | None) -> ValidationData | None:
-    loaders = trainer.val_dataloaders
-    if not loaders:
-        return None
-    longest = max((float(count) for count in trainer.num_val_batches), default=0.0)
-    limits = [count for count in (limit, int(longest) if longest < float("inf") else None) if count is not None]
-    return ValidationData(
-        loaders=loaders,
-        datamodule=getattr(trainer, "datamodule", None),
-        limit_batches=min(limits) if limits else None,
-    )
 
 
 def _check_count(name: str, value: Any) -> None:

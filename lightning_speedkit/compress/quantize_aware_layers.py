@@ -1,15 +1,8 @@
-"""Makes the layers of a network compute as their integer versions will, and the network plain again.
-
-A layer is changed by setting its ``__class__`` to a subclass made here, of the same name, and changed back by setting
-it back. So the parameters, their names, the keys of the ``state_dict`` and the optimizer know nothing of it, and
-``torch.compile`` sees another class and compiles anew. A hook instead would not run where activation checkpointing
-repeats a layer's forward, and compiled code does not look for hooks that come later.
-"""
+"""Fake quantization of a whole network: which of its layers are rounded, when, and the network plain again."""
 
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,22 +14,20 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.calls import inside_metrics
 from lightning_speedkit.compress.conversion import check_choice
-from lightning_speedkit.compress.quantize_aware_numbers import (
-    ActivationRange,
-    WeightGrid,
-    fake_quantize_activation,
-    restore_range,
-    update_ranges,
+from lightning_speedkit.compress.quantize_aware_forward import (
+    GROUP,
+    KINDS,
+    Rounding,
+    Switch,
+    change,
+    change_back,
+    layer_kind,
 )
+from lightning_speedkit.compress.quantize_aware_numbers import ActivationRange, restore_range, update_ranges
 
-__all__ = ["FAKE_SCHEMES", "FakeQuantization"]
+__all__ = ["FAKE_SCHEMES", "FakeQuantization", "check_fake_scheme"]
 
 FAKE_SCHEMES = ("static-int8", "dynamic-int8", "weight-only-int8", "weight-only-int4")
-_GROUP = 32  # values of an int4 weight that share a scale, as in the engine for it
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_KINDS: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.MultiheadAttention)
-_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class FakeQuantization:
@@ -86,8 +77,8 @@ class FakeQuantization:
         check_fake_scheme(scheme, weight_bits, activation_bits)
         self.scheme = scheme
         self.skipped: dict[str, str] = {}
-        self._switch = _Switch()
-        self._changed: dict[str, tuple[nn.Module, _Rounding]] = {}
+        self._switch = Switch()
+        self._changed: dict[str, tuple[nn.Module, Rounding]] = {}
         self._encoder_layers: dict[nn.TransformerEncoderLayer, int] = {}
         metrics = inside_metrics(module)
         for name, layer in module.named_modules():
@@ -98,13 +89,13 @@ class FakeQuantization:
             if (why := _refusal(name, layer, scheme, skip)) is not None:
                 self.skipped[name] = why
                 continue
-            rounding = _Rounding(self._switch, layer, scheme, weight_bits, activation_bits)
+            rounding = Rounding(self._switch, layer, scheme, weight_bits, activation_bits)
             rounding.projects_out = not _matches(f"{name}.out_proj", skip)
             self._changed[name] = (layer, rounding)
         for name in set(self.layers) & set(self.skipped):  # which an attention calls by its weight
             del self.skipped[name]
         for layer, rounding in self._changed.values():
-            _change(layer, rounding)
+            change(layer, rounding)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -146,7 +137,7 @@ class FakeQuantization:
         """Make the layers plain again. The ranges stay readable."""
         self.switch_off()
         for layer, _ in self._changed.values():
-            _change_back(layer)
+            change_back(layer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The running ranges: a tensor of two numbers for each layer that has one."""
@@ -163,156 +154,11 @@ class FakeQuantization:
         return {name: rounding.range for name, (_, rounding) in self._changed.items() if rounding.range is not None}
 
 
-class _Switch:
-    """What all layers of a network look at."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.observes = False
-
-
-class _Rounding:
-    """How one layer rounds its weight and its input."""
-
-    def __init__(
-        self,
-        switch: _Switch,
-        layer: nn.Module,
-        scheme: str,
-        weight_bits: int | None,
-        activation_bits: int | None,
-    ) -> None:
-        weight_only = scheme.startswith("weight-only")
-        bits = {"weight-only-int8": 8, "weight-only-int4": 4}.get(scheme, 7) if weight_bits is None else weight_bits
-        self.switch = switch
-        self.kind = _kind(layer)
-        self.projects_out = True  # of an attention
-        self.weight = WeightGrid(
-            bits,
-            axis=1 if self.kind in _TRANSPOSED else 0,
-            group=_GROUP if scheme == "weight-only-int4" else None,
-            full=weight_only,
-        )
-        self.activation_bits = None if weight_only else 8 if activation_bits is None else activation_bits
-        self.range: ActivationRange | None = None
-        if scheme == "static-int8":
-            self.range = ActivationRange(self.activation_bits or 8, next(layer.parameters()).device)
-
-    def input(self, values: Tensor) -> Tensor:
-        if self.activation_bits is None or not isinstance(values, Tensor) or not values.is_floating_point():
-            return values
-        if self.range is None:
-            return fake_quantize_activation(values, self.activation_bits)
-        if self.switch.observes:
-            self.range.observe(values)
-        return self.range(values)
-
-
-def _forward_linear(layer: Any, rounding: _Rounding, input: Tensor) -> Tensor:
-    return nn.functional.linear(rounding.input(input), rounding.weight(layer.weight), layer.bias)
-
-
-def _forward_convolution(layer: Any, rounding: _Rounding, input: Tensor) -> Tensor:
-    result: Tensor = layer._conv_forward(rounding.input(input), rounding.weight(layer.weight), layer.bias)
-    return result
-
-
-def _forward_transposed(layer: Any, rounding: _Rounding, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with _InPlaceOf(layer, {"weight": rounding.weight(layer.weight)}):
-        return rounding.kind.forward(layer, rounding.input(input), *args, **kwargs)
-
-
-def _forward_attention(
-    layer: Any, rounding: _Rounding, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    # attention to itself is computed faster, and is known by the three being one object
-    once = {id(tensor): rounding.input(tensor) for tensor in (query, key, value)}
-    weights = {n: rounding.weight(getattr(layer, n)) for n in _PROJECTIONS if getattr(layer, n, None) is not None}
-    out = {"weight": rounding.weight(layer.out_proj.weight)} if rounding.projects_out else {}
-    inputs = (once[id(tensor)] for tensor in (query, key, value))
-    with _InPlaceOf(layer, weights), _InPlaceOf(layer.out_proj, out):
-        return rounding.kind.forward(layer, *inputs, *args, **kwargs)
-
-
-_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.Linear: _forward_linear,
-    **dict.fromkeys(_CONVOLUTIONS, _forward_convolution),
-    **dict.fromkeys(_TRANSPOSED, _forward_transposed),
-    nn.MultiheadAttention: _forward_attention,
-}
-
-
-class _InPlaceOf:
-    """Lets a forward of torch read these tensors where it reads parameters, which stay registered."""
-
-    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        self._attributes, self._tensors = vars(module), tensors
-
-    def __enter__(self) -> None:
-        self._attributes.update(self._tensors)
-
-    def __exit__(self, *error: object) -> None:
-        for name in self._tensors:
-            del self._attributes[name]
-
-
-_made: dict[type[nn.Module], type[nn.Module]] = {}  # one for each class, so that compiled code is shared
-
-
-def _fake_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a layer's class that rounds while it is switched on; of the same name."""
-    if original not in _made:
-        _made[original] = _make_fake_class(original)
-    return _made[original]
-
-
-def _make_fake_class(original: type[nn.Module]) -> type[nn.Module]:
-    plain = original.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rounding: _Rounding = self._rounding
-        if not rounding.switch.is_on:
-            return plain(self, *args, **kwargs)
-        return _FORWARDS[rounding.kind](self, rounding, *args, **kwargs)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # a copy or a pickle is of the plain class, and without what belongs to this training
-        reduced: Any = original.__reduce_ex__(self, protocol)
-        _, arguments, state, *rest = reduced
-        arguments = tuple(original if part is type(self) else part for part in arguments)
-        state = {key: value for key, value in state.items() if key != "_rounding"}
-        return (original.__new__, arguments[:1], state, *rest)
-
-    names: dict[str, Any] = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    names.update(forward=functools.wraps(plain)(forward), __reduce_ex__=__reduce_ex__, _plain_class=original)
-    return type(original.__name__, (original,), names)
-
-
-def _change(layer: nn.Module, rounding: _Rounding) -> None:
-    vars(layer)["_rounding"] = rounding
-    layer.__class__ = _fake_class(type(layer))
-
-
-def _change_back(layer: nn.Module) -> None:
-    plain = vars(type(layer)).get("_plain_class")
-    if plain is not None:  # else someone else has put it back already
-        layer.__class__ = plain
-        vars(layer).pop("_rounding", None)
-
-
-def _kind(layer: nn.Module) -> type[nn.Module]:
-    return next(kind for kind in _KINDS if isinstance(layer, kind))
-
-
 def _refusal(name: str, layer: nn.Module, scheme: str, skip: Sequence[str]) -> str | None:
     """Why a layer with a weight stays as it is, or ``None``."""
     if _matches(name, skip):
         return "named in skip"
-    if not isinstance(layer, _KINDS):
+    if not isinstance(layer, KINDS):
         return f"{type(layer).__name__} is not among the layers that are quantized"
     if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
         return "its weight has no shape yet; run the network once before training"
@@ -320,12 +166,12 @@ def _refusal(name: str, layer: nn.Module, scheme: str, skip: Sequence[str]) -> s
         return "its weight is parametrized"
     # one of this name only, so that a subclass is not taken whose forward does something else; activation checkpointing
     # makes subclasses of the same name
-    if type(layer).__name__ != _kind(layer).__name__:
+    if type(layer).__name__ != layer_kind(layer).__name__:
         return f"{type(layer).__name__} is a subclass, whose forward may do something else"
     if scheme != "static-int8" and isinstance(layer, _ConvNd):
         return f"{scheme} leaves convolutions in float"
-    if scheme == "weight-only-int4" and any(p.ndim == 2 and p.shape[1] % _GROUP for p in layer.parameters()):
-        return f"its inputs cannot be divided into groups of {_GROUP}"
+    if scheme == "weight-only-int4" and any(p.ndim == 2 and p.shape[1] % GROUP for p in layer.parameters()):
+        return f"its inputs cannot be divided into groups of {GROUP}"
     return None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_speedkit import AccumulationScheduler, AutoMicroBatch, CompileModel
 from lightning_speedkit.compress.distill import Distillation, distillation_loss
 from tests.compress.models import Digits, digit_loader, mlp
-from tests.conformance.models import Classifier, classifier, loader, quiet_trainer
+from tests.conformance.models import CLASSES, FEATURES, Classifier, classifier, loader, quiet_trainer
 from tests.two_ranks import on_two_ranks
 
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
@@ -114,7 +114,7 @@ def test_the_teacher_is_asked_in_eval_mode_without_gradient_and_draws_nothing() 
             asked.append((self.training, torch.is_grad_enabled()))
             return super().forward(x)
 
-    teacher = Asked(nn.Linear(6, 3), nn.Dropout(0.5))
+    teacher = Asked(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5))
     _fit([Distillation(teacher)], max_epochs=1)
     assert asked == [(False, False)] * 6
     assert teacher[1].training

@@ -17,7 +17,7 @@ from lightning_speedkit.compress.quantize import QuantizeOnFitEnd
 from lightning_speedkit.compress.quantize_aware import FakeQuantization, QuantizationAwareTraining
 from lightning_speedkit.compress.quantize_aware_numbers import WeightGrid
 from tests.compress.models import ConvNet, Digits, digit_loader, mlp
-from tests.conformance.models import classifier, loader, quiet_trainer
+from tests.conformance.models import FEATURES, classifier, loader, quiet_trainer
 from tests.two_ranks import on_two_ranks
 
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
@@ -247,7 +247,7 @@ def test_validation_is_in_float_unless_asked() -> None:
 
         def on_validation_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
             weight: Any = pl_module.head.weight
-            x = torch.eye(6)
+            x = torch.eye(FEATURES)
             plain = nn.functional.linear(x, weight, pl_module.head.bias)  # type: ignore[arg-type]
             self.outputs.append(torch.equal(pl_module.head(x), plain))  # type: ignore[operator]
 

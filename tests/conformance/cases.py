@@ -33,6 +33,7 @@ from lightning_speedkit import (
     ScheduleFreeSwitch,
     SpeedkitMixedPrecision,
     SpikeGuard,
+    StructuredPruning,
 )
 from lightning_speedkit.registry import Part
 
@@ -172,6 +173,11 @@ CALLBACKS = (
         "SpikeGuard",
         working=Part(SpikeGuard, {"action": "rollback", "snapshot_every": 2, "window": 3}),
         neutral=Part(SpikeGuard, {}),
+    ),
+    Case(
+        "StructuredPruning",
+        working=Part(StructuredPruning, {"start_epoch": 0, "steps": 2}),
+        neutral=Part(StructuredPruning, {"ratio": 0.0}),
     ),
 )
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 24, 4
+FEATURES, CLASSES, SAMPLES, BATCH = 16, 3, 24, 4
 
 
 class Block(nn.Module):

@@ -65,6 +65,7 @@ _ON_ANY_MACHINE = {
         ("clip-norm", "clip-zclip"),
         ("guard-spikes", "guard-rollback"),
         ("ema", "swa"),
+        ("prune", "prune-2-4"),
         *itertools.combinations(("accumulate-4", "accumulate-labels-4", "batch-256"), 2),
         ("auto-micro-batch", "auto-micro-batch-labels"),
         *itertools.combinations(
