@@ -2,20 +2,21 @@
 
     python -m benchmarks.quantize [--rounds 5] [--networks MLP,LSTM] [--smoke]
 
-Each network is trained once from the same seed. Every run loads those weights in a fresh process, converts the network
-by one engine on 256 training images, and asks it for the digits of the test split. ``bytes`` are the files that keep it,
-``seconds_batch_1`` and ``seconds_batch_32`` are medians of its forward on one thread, ``relative_error`` is the distance
-of its scores from those of the float network. ONNX Runtime's own float32 is measured beside its int8, because the runtime alone is faster
-than eager torch.
+Each network is trained once from the same seed. Every run loads those weights in a fresh process, converts the
+network by one engine on 256 training images, and asks it for the digits of the test split. ``bytes`` are the files
+that keep it, ``seconds_batch_1`` and ``seconds_batch_32`` are medians of its forward on one thread, and
+``relative_error`` is the distance of its scores from those of the float network. ONNX Runtime's own float32 is measured
+beside its int8, because the runtime alone is faster than eager torch.
 
 ``DigitNet`` is the model of the demo; it and the networks of timm read images of 64 by 64 pixels, the others the 8 by 8
-pixels that these were made from. ``MLP`` has three hidden layers of 1024, ``Encoder`` is ``nn.TransformerEncoder`` with two
-layers of width 256, which reads an image row by row, as ``LSTM`` does.
+pixels that these were made from. ``MLP`` has three hidden layers of 1024, ``Encoder`` is ``nn.TransformerEncoder`` with
+two layers of width 256, which reads an image row by row, as ``LSTM`` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -123,7 +124,7 @@ def _network(name: str) -> nn.Module:
         return DigitNet()
     if name == "MLP":
         widths = [64, 1024, 1024, 1024]
-        hidden = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())]
+        hidden = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(1024, 10))
     return Recurrent() if name == "LSTM" else Encoder()
 

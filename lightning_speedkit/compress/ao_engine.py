@@ -25,7 +25,7 @@ from lightning_speedkit.errors import QuantizationError
 __all__ = ["AoPrepared", "missing", "prepare"]
 
 
-def missing(device: str, scheme: str) -> str | None:
+def missing(device: str, scheme: str) -> str | None:  # noqa: ARG001 - every engine is asked the same way
     """Why torch cannot quantize by itself here, or ``None``."""
     if not has_torch_ao():
         return (
@@ -38,7 +38,12 @@ def missing(device: str, scheme: str) -> str | None:
     return None
 
 
-def prepare(floating: nn.Module, calls: Sequence[Call], device: str, scheme: str) -> AoPrepared:
+def prepare(
+    floating: nn.Module,
+    calls: Sequence[Call],
+    device: str,  # noqa: ARG001 - every engine is asked the same way
+    scheme: str,
+) -> AoPrepared:
     """``floating`` as it is: torch.ao traces and calibrates at each conversion."""
     return AoPrepared(floating, calls, scheme)
 

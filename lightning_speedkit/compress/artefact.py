@@ -1,4 +1,4 @@
-"""Keeps a quantized network in files and makes it again from them, in a fresh process and without running code of theirs.
+"""Keeps a quantized network in files and makes it again from them, in a fresh process, without running code of theirs.
 
 As a ``state_dict`` (``model.pt``) it needs a float model of the same structure; it loads with
 ``torch.load(weights_only=True)``. A graph of ONNX (``model.onnx``) or ``torch.export`` (``model.pt2``) needs none.
@@ -123,7 +123,7 @@ def load_quantized(
         )
     if file.suffix in (".onnx", ".pt2"):
         raise QuantizationError(
-            f"{file} has no {MANIFEST_FILE} beside it that names it. Pass the folder that Converted.save() wrote, whole."
+            f"{file} has no {MANIFEST_FILE} beside it that names it. Pass the whole folder that Converted.save() wrote."
         )
     return load_state(file, module)
 
@@ -142,7 +142,7 @@ def load_state(file: Path, module: nn.Module | None) -> nn.Module:
         )
     try:
         if content["format"] == _PLAIN_FORMAT:
-            from lightning_speedkit.compress.torchao_engine import load_torchao
+            from lightning_speedkit.compress.torchao_state import load_torchao
 
             return load_torchao(float_copy(module), content)
         result = follow_recipe(float_copy(module), content["recipe"])

@@ -75,7 +75,7 @@ def _import_torchao(content: bytes) -> None:
     """Its import registers the operators and tensors that a program may name."""
     if b"torchao" not in content:
         return
-    from lightning_speedkit.compress.torchao_engine import quiet_torchao
+    from lightning_speedkit.compress.torchao_weights import quiet_torchao
 
     try:
         with quiet_torchao():
@@ -123,7 +123,7 @@ def _tree(run: Mapping[str, nn.Module]) -> nn.Module:
 def _warn_of_overflow(folder: Path, told: Mapping[str, Any]) -> None:
     if told.get("full_range") and not has_exact_int8():
         warnings.warn(
-            f"The network in {folder} has 8-bit weights, made on a CPU with VNNI. This CPU has none, so its products may "
-            "overflow and the answers be wrong; quantize it again here.",
+            f"The network in {folder} has 8-bit weights, made on a CPU with VNNI. This CPU has none, so its products "
+            "may overflow and the answers be wrong; quantize it again here.",
             stacklevel=4,
         )

@@ -13,11 +13,9 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_speedkit.compress.calls import Call, first_sample, replay
-from lightning_speedkit.compress.engine import Converted, engine_named, engines_for
-from lightning_speedkit.compress.float_copy import fingerprint, float_copy
+from lightning_speedkit.compress.float_copy import fingerprint, float_copy, refuse_lazy
 from lightning_speedkit.compress.int8 import Int8Model, make_int8
 from lightning_speedkit.compress.quality import relative_error
 from lightning_speedkit.compress.torch_ao import CONVOLUTIONS
@@ -26,14 +24,13 @@ from lightning_speedkit.errors import QuantizationError
 __all__ = [
     "BACKENDS",
     "QuantizationDetails",
+    "call_of",
     "check_choice",
     "checked_int8",
-    "convert_model",
     "details_of",
     "methods_of",
     "on_cpu",
     "quantize_model",
-    "refuse_lazy",
 ]
 
 BACKENDS = ("auto", "fx_static", "dynamic")
@@ -85,7 +82,7 @@ def quantize_model(
     ('dynamic', ('0', '2'), True)
     """
     check_choice("backend", backend, BACKENDS)
-    calls = [_call_of(batch) for batch in batches]
+    calls = [call_of(batch) for batch in batches]
     if not calls:
         raise ValueError("quantize_model() needs at least one batch to calibrate and check with, got none.")
     refuse_lazy(model)
@@ -105,78 +102,8 @@ def quantize_model(
     raise QuantizationError(f"{type(model).__name__} could not be quantized. {' '.join(failures)}")
 
 
-def convert_model(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    scheme: str = "auto",
-    backend: str | None = None,
-    device: str = "cpu",
-    skip: Sequence[str] = (),
-) -> Converted:
-    """``model`` converted for inference by the first engine that can and whose result passes the self-check.
-
-    ``model`` is not changed. Nothing is timed, and no metric is asked: that is what ``QuantizeOnFitEnd`` does.
-
-    Args:
-        model: Any module, also a LightningModule; on any device, in any floating dtype, in either mode.
-        batches: Inputs to calibrate with, at least one: a tensor, a tuple or list of positional arguments, or a dict of
-            keyword arguments. Some hundred samples of the training data are enough.
-        scheme: One of ``SCHEMES``; ``"auto"`` takes the int8 that is fastest on ``device`` as a rule.
-        backend: The name of one engine of ``ENGINES``, such as ``"onnxruntime-static"``, in the place of ``scheme``.
-        device: ``"cpu"`` or ``"cuda"``: where the result is to run.
-        skip: Names of modules that stay in float; ``*`` and ``?`` are wildcards.
-
-    Returns:
-        What was made: call its ``module``, and keep it by ``save(folder)``, which :func:`load_quantized` reads.
-
-    Raises:
-        QuantizationError: No engine could; the message says of each why. A module with lazy layers has to run once
-            before.
-
-    >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    >>> made = convert_model(model, [torch.randn(4, 8)], backend="torch-ao-dynamic")
-    >>> made.engine, made.quantized, tuple(made.module(torch.randn(3, 8)).shape)
-    ('torch-ao-dynamic', ('0', '2'), (3, 2))
-    """
-    from lightning_speedkit.compress.self_check import check_copy
-
-    calls = [_call_of(batch) for batch in batches]
-    if not calls:
-        raise ValueError("convert_model() needs at least one batch to calibrate and check with, got none.")
-    refuse_lazy(model)
-    engines = (engine_named(backend),) if backend is not None else engines_for(scheme, device)
-    before, failures = fingerprint(model), []
-    with isolate_rng():
-        floating = float_copy(model)
-        for engine in engines:
-            if (missing := engine.missing(device)) is not None:
-                failures.append(f"{engine.name}: {missing}")
-                continue
-            try:
-                made = engine.convert(floating, calls, skip, device)
-            except Exception as failure:  # the libraries behind an engine raise anything
-                failures.append(f"{engine.name}: {failure}")
-                continue
-            checked = check_copy(floating, made.module, calls, scheme=made.scheme, layers=made.quantized, device=device)
-            if fingerprint(model) != before:
-                raise QuantizationError("The float model changed while it was quantized; the result is not to be used.")
-            if checked.passed:
-                return made
-            failures.append(f"{engine.name}: {checked.message}")
-    raise QuantizationError(f"{type(model).__name__} could not be quantized. {' '.join(failures)}")
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """QuantizationError if a layer of ``model`` has no shape yet."""
-    lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]
-    if lazy:
-        raise QuantizationError(
-            f"{type(model).__name__} has lazy layers without a shape ({', '.join(lazy[:3])}). Run it once on a batch first."
-        )
-
-
-def _call_of(batch: Any) -> Call:
+def call_of(batch: Any) -> Call:
+    """The call of a network on ``batch``, moved to the CPU: a tensor, a tuple or list of arguments, or a dict."""
     batch = on_cpu(batch)
     if isinstance(batch, Mapping):
         return Call("", (), dict(batch))

@@ -10,10 +10,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["copy_module", "fingerprint", "float_copy", "replace_module"]
+from lightning_speedkit.errors import QuantizationError
+
+__all__ = ["copy_module", "fingerprint", "float_copy", "refuse_lazy", "replace_module"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -88,6 +91,16 @@ def fingerprint(module: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """QuantizationError if a layer of ``model`` has no shape yet."""
+    lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]
+    if lazy:
+        raise QuantizationError(
+            f"{type(model).__name__} has lazy layers without a shape ({', '.join(lazy[:3])}). "
+            "Run it once on a batch first."
+        )
 
 
 def _attributes(module: nn.Module) -> Iterator[Any]:

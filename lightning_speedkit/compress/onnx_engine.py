@@ -47,12 +47,17 @@ _ALLOWED = {"static-int8": STATIC_OPS, "dynamic-int8": DYNAMIC_OPS, FLOAT32: ()}
 _exports: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def missing(device: str, scheme: str) -> str | None:
+def missing(device: str, scheme: str) -> str | None:  # noqa: ARG001 - every engine is asked the same way
     """The line that installs what is missing, or ``None``."""
     return missing_onnx()
 
 
-def prepare(floating: nn.Module, calls: Sequence[Call], device: str, scheme: str) -> OnnxPrepared:
+def prepare(
+    floating: nn.Module,
+    calls: Sequence[Call],
+    device: str,  # noqa: ARG001 - every engine is asked the same way
+    scheme: str,
+) -> OnnxPrepared:
     """Export the largest parts that can be, and measure the ranges of their values for a static scheme."""
     if missing_onnx() is not None:
         raise MissingExtraError("ONNX Runtime", extra="quant", library="onnx, onnxscript and onnxruntime")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ class OnnxModule(nn.Module):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        cast("Any", super()).__setstate__(state)
         self._open()
 
 

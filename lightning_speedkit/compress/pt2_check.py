@@ -21,8 +21,9 @@ from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["check_program_file"]
 
-_OPERATORS = re.compile(r"^(torch\.ops\.(aten|prims|torchao|quantized|quantized_decomposed)\.[\w.]+|(_operator|math)\.\w+"
-                        r"|torch\._?sym_\w+|torch\.ops\.export\.access_subclass_inner_tensor\.default)$")  # fmt: skip
+_OPERATORS = re.compile(r"^(torch\.ops\.(aten|prims|torchao|quantized|quantized_decomposed)\.[\w.]+"
+                        r"|(_operator|math)\.\w+|torch\._?sym_\w+"
+                        r"|torch\.ops\.export\.access_subclass_inner_tensor\.default)$")  # fmt: skip
 _EXPRESSION = re.compile(r"^[\w\s+\-*/(),<>=&|~]*$")  # no dot, no quote, no bracket: nothing to reach code with
 _EXPRESSION_NAME = re.compile(r"[A-Za-z_]\w*")
 _SYMBOL = re.compile(r"^[suz]\d+$")

@@ -41,7 +41,7 @@ class TestArtefact:
 
     def test_another_format_is_refused(self, tmp_path: Path) -> None:
         torch.save({"format": 99}, tmp_path / "model.pt")
-        with pytest.raises(QuantizationError, match="has format 99; this version reads format 1"):
+        with pytest.raises(QuantizationError, match="has format 99; this version reads the formats 1 and 2"):
             load_quantized(tmp_path / "model.pt", mlp())
 
     def test_a_failed_write_leaves_the_old_file_and_no_other(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A folder of artefacts: read again in a fresh process, and refused by the name of the file if it is not what it was."""
+"""A folder of artefacts: read again in a fresh process, and refused by the name of the file that is not what it was."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_speedkit.compress import onnx_engine
 from lightning_speedkit.compress.calls import Call, first_sample, replay
-from lightning_speedkit.compress.conversion import convert_model
+from lightning_speedkit.compress.convert import convert_model
 from lightning_speedkit.compress.engine import Converted, engine_named
 from lightning_speedkit.compress.float_copy import fingerprint, float_copy
 from lightning_speedkit.compress.onnx_module import OnnxModule
@@ -32,7 +32,7 @@ def _calls(batches: list[Any], name: str = "") -> list[Call]:
 def _convert(
     net: nn.Module, calls: list[Call], engine: str = "static", **arguments: Any
 ) -> tuple[nn.Module, Converted]:
-    floating = float_copy(net)
+    floating = net if not net.training and not any(p.requires_grad for p in net.parameters()) else float_copy(net)
     return floating, engine_named(f"onnxruntime-{engine}").convert(floating, calls, **arguments)
 
 
@@ -45,17 +45,20 @@ def _graph(made: Converted) -> Any:
     return onnx.load_from_string(runner.graph)
 
 
+CALLS = _calls(digit_batches())
+
+
 @pytest.fixture(scope="module")
 def conv_net() -> nn.Module:
     torch.manual_seed(0)
     net = ConvNet()
     for x in digit_batches():
         net.train()(x)  # running statistics that are not zero and one
-    return net.eval()
+    return float_copy(net)  # one object, so that the tests share its export
 
 
 def test_a_conv_net_is_int8_throughout_and_one_sample_answers_as_in_a_batch(conv_net: nn.Module) -> None:
-    calls = _calls(digit_batches())
+    calls = CALLS
     before = fingerprint(conv_net)
     floating, made = _convert(conv_net, calls)
     assert made.quantized == ("conv1", "conv2", "head")
@@ -87,7 +90,7 @@ def test_weights_are_the_float_ones_to_half_a_step(exact: bool, largest: int, mo
 def test_attention_is_quantized_packed_projections_and_all() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    encoder = float_copy(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     calls = [Call("", (torch.randn(4, length, 32),), {}) for length in (6, 9)]
     names = [f"layers.{i}.{n}" for i in (0, 1) for n in ("self_attn", "self_attn.out_proj", "linear1", "linear2")]
     for engine in ("static", "dynamic"):
@@ -131,8 +134,8 @@ def test_keyword_arguments_dicts_several_outputs_and_shared_weights() -> None:
 
 
 def test_skipped_layers_keep_their_float_weights(conv_net: nn.Module) -> None:
-    calls = _calls(digit_batches())
-    floating = float_copy(conv_net)
+    calls = CALLS
+    floating = conv_net
     prepared = engine_named("onnxruntime-static").prepare(floating, calls)
     assert prepared.layers == ("conv1", "conv2", "head")
     errors = []
@@ -149,7 +152,7 @@ def test_skipped_layers_keep_their_float_weights(conv_net: nn.Module) -> None:
 
 
 def test_dynamic_leaves_convolutions_in_float_and_says_so(conv_net: nn.Module) -> None:
-    calls = _calls(digit_batches())
+    calls = CALLS
     floating, made = _convert(conv_net, calls, "dynamic")
     assert made.quantized == ("head",)
     assert set(made.skipped) == {"conv1", "conv2"}
@@ -167,7 +170,7 @@ def test_lstm_is_dynamic_int8() -> None:
 
 
 def test_float32_is_the_same_network(conv_net: nn.Module) -> None:
-    calls = _calls(digit_batches())
+    calls = CALLS
     floating, made = _convert(conv_net, calls, "float32")
     assert made.quantized == ()
     assert _error(floating, made, calls) < 1e-5

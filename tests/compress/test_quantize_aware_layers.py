@@ -76,7 +76,7 @@ def test_encoder_layers_read_no_weights_behind_its_back_while_it_is_on() -> None
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (("static-int4", None, None), "scheme='static-int4'"),
+        (("static-int4", None, None), "got 'static-int4'"),
         (("static-int8", 1, None), "weight_bits=1 is not allowed"),
         (("static-int8", True, None), "weight_bits=True is not allowed"),
         (("dynamic-int8", None, 9), "activation_bits=9 is not allowed"),

@@ -1,4 +1,4 @@
-"""Ranks that wait for the first one, longer than the collectives of the training would."""
+"""Ranks that wait for the first one, as long as the patience lasts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from lightning_speedkit.compress import rank_wait
 from lightning_speedkit.compress.rank_wait import RankWait
 from tests.two_ranks import on_two_ranks
-
-PATIENCE = 1.0  # seconds, of the group of the training
 
 
 def _trainer(world_size: int) -> Any:
@@ -26,38 +25,39 @@ def test_one_process_asks_its_strategy() -> None:
     wait.close()
 
 
-def _late_first_rank() -> tuple[Any, bool]:
+def _ask_the_first() -> tuple[Any, bool]:
     distributed = torch.distributed
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    rank = distributed.get_rank()
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     wait = RankWait(_trainer(2))
-    if rank == 0:
-        time.sleep(2.5 * PATIENCE)
-    value = wait.from_first({"from": rank})
+    value = wait.from_first({"from": distributed.get_rank()})
     wait.close()
     wait.close()  # nothing more to leave
-    other = RankWait(_trainer(2))
+    later = RankWait(_trainer(2))
     distributed.destroy_process_group()
-    other.close()  # the strategy may have been torn down before
+    later.close()  # the strategy has been torn down before
     return value, distributed.is_initialized()
 
 
-def test_all_ranks_get_what_a_late_first_one_says() -> None:
-    assert on_two_ranks(_late_first_rank) == [({"from": 0}, False)] * 2
+def test_all_ranks_get_what_the_first_one_says_and_can_leave_late() -> None:
+    assert on_two_ranks(_ask_the_first) == [({"from": 0}, False)] * 2
 
 
-def _late_for_the_training() -> str:
+def _wait_impatiently() -> str:
     distributed = torch.distributed
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank_wait._PATIENCE = timedelta(seconds=1)
+    distributed.barrier()
+    wait = RankWait(_trainer(2))
     if distributed.get_rank() == 0:
-        time.sleep(2.5 * PATIENCE)
+        time.sleep(3)
         return "late"
     try:
-        distributed.broadcast_object_list([None], src=0)
+        wait.from_first(None)
     except RuntimeError:
         return "gave up"
     return "got it"
 
 
-def test_the_group_of_the_training_would_have_given_up() -> None:
-    assert on_two_ranks(_late_for_the_training) == ["late", "gave up"]
+def test_what_ends_the_waiting_is_the_patience_of_its_own_group() -> None:
+    assert on_two_ranks(_wait_impatiently) == ["late", "gave up"]
+    assert timedelta(days=1) < rank_wait._PATIENCE

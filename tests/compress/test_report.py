@@ -11,7 +11,6 @@ import pytest
 
 from lightning_speedkit.compress import QuantizationReport
 from lightning_speedkit.compress.report import CandidateReport
-from lightning_speedkit.compress.report_page import report_document
 
 
 def test_report_is_valid_json_whatever_it_holds() -> None:
@@ -105,36 +104,3 @@ def test_json_has_a_line_for_each_candidate() -> None:
     candidate = CandidateReport(backend="b", scheme="fp8", outcome="metric", metric=math.nan, float_layers=("a",))
     (line,) = json.loads(_report(candidates=(candidate,)).to_json())["candidates"]
     assert (line["backend"], line["outcome"], line["metric"], line["float_layers"]) == ("b", "metric", "nan", ["a"])
-
-
-def test_the_page_tells_the_verdict_every_candidate_and_every_layer() -> None:
-    pytest.importorskip("matplotlib")
-    candidates = (
-        CandidateReport(
-            backend="torch-ao-static",
-            scheme="static-int8",
-            outcome="kept",
-            bytes=10**6,
-            seconds_batch=0.001,
-            seconds_one=1e-4,
-            metric=0.96875,
-            metric_drop=0.00125,
-            relative_error=0.01,
-            float_layers=("c",),
-        ),
-        CandidateReport(backend="broken<b>", scheme="fp8", outcome="saturation", reason="saturation: off by half"),
-    )
-    report = _report(
-        candidates=candidates,
-        skipped={"c": "left in float"},
-        sensitivity={"a": 0.001, "c": 0.25},
-        notes=("It is not smaller: 1 -> 2 bytes.",),
-        seconds_before_one=2e-4,
-        validation_batches=6,
-    )
-    page = report_document(report).to_html()
-    texts = ["2.00\u00d7", "3.96\u00d7", "torch-ao-static, 1 more in float", "saturation: off by half", "left in float"]
-    assert [text for text in texts if text not in page] == []
-    assert "broken&lt;b&gt;" in page
-    assert "It is not smaller: 1 -&gt; 2 bytes." in page
-    assert report_document(QuantizationReport(kept=False, reason="nothing")).to_html().count("<svg") == 0

@@ -13,7 +13,7 @@ from lightning_speedkit.compress.artefact import load_quantized
 from lightning_speedkit.compress.calls import Call, replay
 from lightning_speedkit.compress.engine import Converted, engine_named
 from lightning_speedkit.compress.float_copy import fingerprint, float_copy
-from lightning_speedkit.compress.torchao_engine import inner_tensors, pack_int4, unpack_int4
+from lightning_speedkit.compress.torchao_state import inner_tensors, pack_int4, unpack_int4
 from lightning_speedkit.errors import QuantizationError
 from tests.compress.models import digit_batches
 
