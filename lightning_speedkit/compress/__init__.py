@@ -2,7 +2,9 @@
 
 from lightning_speedkit.compress.artefact import load_quantized, save_quantized
 from lightning_speedkit.compress.conversion import QuantizationDetails, quantize_model
+from lightning_speedkit.compress.convert import convert_model
 from lightning_speedkit.compress.distill import Distillation, distillation_loss
+from lightning_speedkit.compress.engine import Converted
 from lightning_speedkit.compress.prune import Pruning, prune_weights
 from lightning_speedkit.compress.prune_masks import PruningMasks
 from lightning_speedkit.compress.prune_scores import sparsity_at
@@ -21,6 +23,7 @@ from lightning_speedkit.compress.shrink import (
 
 __all__ = [
     "CandidateReport",
+    "Converted",
     "Distillation",
     "FakeQuantization",
     "Pruning",
@@ -32,6 +35,7 @@ __all__ = [
     "ShrinkPlan",
     "ShrinkReport",
     "StructuredPruning",
+    "convert_model",
     "distillation_loss",
     "load_quantized",
     "load_shrunk",

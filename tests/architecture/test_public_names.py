@@ -9,6 +9,7 @@ import sys
 import lightning_speedkit
 
 PUBLIC = {
+    "convert_model",
     "ShrinkPlan",
     "ShrinkReport",
     "StructuredPruning",
