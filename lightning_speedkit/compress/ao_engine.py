@@ -15,6 +15,7 @@ from lightning_speedkit.compress.engine import Artefact, Converted
 from lightning_speedkit.compress.int8 import make_int8, weighted_layers
 from lightning_speedkit.compress.torch_ao import (
     CONVOLUTIONS,
+    RECURRENT_LAYERS,
     dynamic_refusal,
     has_torch_ao,
     quantized_engine,
@@ -61,8 +62,9 @@ class AoPrepared:
         """The method of :func:`make_int8` for the scheme: Linear layers between convolutions and others are dynamic."""
         if self.scheme == "dynamic-int8":
             return "dynamic"
-        convolutional = any(type(layer) in CONVOLUTIONS for layer in self.floating.modules())
-        return "fx_static+dynamic" if convolutional else "fx_static"
+        others = (*CONVOLUTIONS, *RECURRENT_LAYERS)
+        mixed = any(type(layer) in others for layer in self.floating.modules())
+        return "fx_static+dynamic" if mixed else "fx_static"
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -80,6 +82,9 @@ class AoPrepared:
     def convert(self, skip: Sequence[str] = ()) -> Converted:
         """The int8 copy, calibrated on the calls."""
         made = make_int8(self.floating, self.calls, method=self.method, skip=skip)
+        if not made.quantized:
+            why = "; ".join(f"{name}: {reason}" for name, reason in made.skipped.items()) or "it has none with a weight"
+            raise QuantizationError(f"No layer can be quantized by torch.ao ({why}).")
         name = "torch-ao-static" if self.scheme == "static-int8" else "torch-ao-dynamic"
         state: dict[str, Artefact] = {"state_dict": AoState(made.module, made.recipe)}
         return Converted(made.module, name, self.scheme, made.quantized, made.skipped, made.recipe, state)

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_speedkit.compress.artefact_folder import MANIFEST_FILE, REST_FILE, checked_file
 from lightning_speedkit.compress.call_form import CallForm
 from lightning_speedkit.compress.cpu_int8 import has_exact_int8
+from lightning_speedkit.compress.engine import FORMATS
 from lightning_speedkit.compress.exported import ProgramModule, quiet_export
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.onnx_module import OnnxModule, install
@@ -31,6 +32,8 @@ def load_from_folder(
     chosen = format or held[0]
     if chosen not in held:
         raise QuantizationError(f"{folder} has the formats {', '.join(held)}, and not {chosen!r}.")
+    if chosen not in FORMATS:
+        raise QuantizationError(f"{folder} is in the format {chosen!r}; this version reads {', '.join(FORMATS)}.")
     told = manifest["formats"][chosen]
     files = {name: checked_file(folder, manifest, name) for name in told["files"]}
     if chosen == "state_dict":
@@ -39,8 +42,13 @@ def load_from_folder(
         return load_state(folder / told["files"][0], module)
     try:
         parts = [(str(part["name"]), str(part["file"]), CallForm.from_plain(part["form"])) for part in told["parts"]]
-    except (KeyError, TypeError, ValueError) as error:
+        unnamed = [name for name in (*(file for _, file, _ in parts), told.get("rest")) if name and name not in files]
+        if unnamed or not parts:
+            raise ValueError(f"it does not vouch for {unnamed[0]!r}" if unnamed else "it names no part")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise QuantizationError(f"{folder / MANIFEST_FILE} is damaged: {error!r}.") from error
+    if not parts or not {file for _, file, _ in parts} | {told.get("rest") or parts[0][1]} <= files.keys():
+        raise QuantizationError(f"{folder / MANIFEST_FILE} is damaged: its parts are not the files that it names.")
     _warn_of_overflow(folder, told)
     run = {name: _runner(chosen, files[file], form, folder / file) for name, file, form in parts}
     if module is not None:
@@ -51,7 +59,12 @@ def load_from_folder(
             f"Only parts of the network in {folder} are graphs ({', '.join(run)}). Pass a float model of the same "
             "structure, whose code runs them: load_quantized(path, MyModel())."
         )
-    if list(run) == [""] or len(run) == 1:
+    if "" in run and len(run) > 1:
+        raise QuantizationError(
+            f"The network in {folder} is called as a whole and in parts ({', '.join(filter(None, run))}). Pass a float "
+            "model of the same structure, which they are put into: load_quantized(path, MyModel())."
+        )
+    if len(run) == 1:
         return next(iter(run.values()))
     return _tree(run)
 

@@ -88,11 +88,16 @@ def load_torchao(floating: nn.Module, content: Mapping[str, Any]) -> nn.Module:
             raise QuantizationError(f"{name} has shape {tuple(state[name].shape)}, in the file {tuple(value.shape)}")
         state[name].copy_(value)
     for name, saved in content["inner"].items():
-        for key, part in inner_tensors(state[name]).items():
+        if (parts := inner_tensors(state[name])).keys() != saved.keys():
+            raise QuantizationError(f"{name} has the tensors {sorted(parts)}, in the file {sorted(saved)}")
+        for key, part in parts.items():
             value = saved[key]
             if value.dtype == torch.uint8 and part.dtype == torch.int8:
                 value = unpack_int4(value)
             if value.shape != part.shape or value.dtype != part.dtype:
-                raise QuantizationError(f"{name} has shape {tuple(part.shape)}, in the file {tuple(value.shape)}")
+                raise QuantizationError(
+                    f"{name} has shape {tuple(part.shape)} of {part.dtype}, in the file {tuple(value.shape)} of "
+                    f"{value.dtype}"
+                )
             part.copy_(value)
     return floating.requires_grad_(False)

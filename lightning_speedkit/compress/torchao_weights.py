@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_speedkit.errors import QuantizationError
+
 __all__ = ["INT4_GROUP", "quantize_layers", "quiet_torchao"]
 
 INT4_GROUP = 32
@@ -32,8 +34,10 @@ def quantize_layers(root: nn.Module, names: Sequence[str], scheme: str, device: 
             config = tq.Int4WeightOnlyConfig()
         elif scheme == "fp8":
             config = tq.Float8DynamicActivationFloat8WeightConfig()
-        else:
+        elif scheme == "dynamic-int8":
             config = tq.Int8DynamicActivationInt8WeightConfig()
+        else:
+            raise QuantizationError(f"torchao has no scheme {scheme!r} here")
         tq.quantize_(root, config, filter_fn=lambda module, _: id(module) in wanted)
 
 

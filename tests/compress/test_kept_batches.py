@@ -20,7 +20,7 @@ def test_batches_are_spread_over_what_is_planned(planned: float, numbers: list[i
     kept = KeptBatches(3)
     kept.begin(planned)
     for number in range(int(min(planned, 20))):
-        kept.offer(number, number)
+        kept.offer(number)
     assert kept.batches == numbers
 
 
@@ -28,7 +28,7 @@ def test_a_kept_batch_is_a_float32_copy() -> None:
     kept = KeptBatches(1)
     kept.begin(1)
     batch = {"x": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "y": torch.tensor([3])}
-    kept.offer(batch, 0)
+    kept.offer(batch)
     batch["x"].zero_()
     (copy,) = kept.batches
     assert (copy["x"].tolist(), copy["x"].dtype, copy["y"].dtype) == ([1.0, 2.0], torch.float32, torch.int64)

@@ -76,7 +76,7 @@ def test_inputs_that_the_graph_does_not_use_are_left_out_and_the_answer_has_its_
         module(torch.ones(1), X, flag=True)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])  # noqa: S301 - our own bytes
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_answers_by_a_session_of_its_own(again: Any) -> None:
     module = OnnxModule(_graph(), _form())
     twin = again(module)

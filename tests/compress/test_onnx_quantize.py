@@ -186,6 +186,8 @@ def test_a_layer_counts_only_if_all_of_its_products_are_int8() -> None:
         product("layer0@0", "x", "w"),
         product("layer1@1", "x", "w"),
         product("layer1@2", "x", "float_weight"),
+        product("layer5@7", "x", "float_weight"),
+        product("layer5@8", "x", "w"),
         product("layer2@3", "float_input", "w"),  # an int8 weight alone saves no time
         helper.make_node("MatMulInteger", ["a", "b"], ["i"], name="layer3@4_quant"),
         helper.make_node("Mul", ["i", "s"], ["j"], name="layer4@5_scales"),

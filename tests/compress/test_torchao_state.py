@@ -129,7 +129,7 @@ def _layer_gone(content: dict[str, Any]) -> None:
         (_another_name, r"its state has other names: \['2.weight', '3.weight'\]"),
         (_another_shape, r"2.weight has shape \(2, 3\), in the file \(2, 1\)"),
         (_part_gone, "'scale'"),
-        (_part_of_another_shape, r"0.weight has shape \(3, 64\), in the file \(1, 64\)"),
+        (_part_of_another_shape, r"0.weight has shape \(3, 64\).* in the file \(1, 64\)"),
         (_part_of_another_dtype, "0.weight has shape"),
         (_layer_gone, "body"),
     ],
@@ -148,7 +148,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_model_untouched(damage: Any
 def test_packed_values_of_another_width_are_refused(tmp_path: Path) -> None:
     _, content = _written(tmp_path, 4)
     content["inner"]["0.weight"]["qdata"] = content["inner"]["0.weight"]["qdata"][:, :-1]
-    with pytest.raises(QuantizationError, match=r"0.weight has shape \(3, 64\), in the file \(3, 62\)"):
+    with pytest.raises(QuantizationError, match=r"0.weight has shape \(3, 64\).* in the file \(3, 62\)"):
         load_torchao(_net(), content)
 
 

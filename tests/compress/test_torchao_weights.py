@@ -31,7 +31,7 @@ def test_int8_has_one_scale_per_output() -> None:
     torch.testing.assert_close(weight.scale.flatten(), torch.tensor([0.01, 0.02]))
     with torch.no_grad():
         answer = net(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
-    # 0.01 * (127 - 51 + 10) and 0.02 * (15 - 128)
+    # the sums of the rows, 86 and -113, times their steps
     torch.testing.assert_close(answer, torch.tensor([[0.86, -2.26]]))
 
 
@@ -100,13 +100,18 @@ def test_which_of_torchaos_ways_a_scheme_is(
 def test_quiet_inside_and_as_before_after_an_error() -> None:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [logger.level for logger in loggers]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        filters = list(warnings.filters)
-        with pytest.raises(RuntimeError, match="inside"), quiet_torchao():
+
+    def import_that_fails() -> None:
+        with quiet_torchao():
             assert not any(logger.isEnabledFor(logging.ERROR) for logger in loggers)
             warnings.warn("of its import", UserWarning, stacklevel=1)
             raise RuntimeError("inside")
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        filters = list(warnings.filters)
+        with pytest.raises(RuntimeError, match="inside"):
+            import_that_fails()
         assert warnings.filters == filters
         warnings.warn("afterwards", UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in seen] == ["afterwards"]
