@@ -41,7 +41,7 @@ def measure(network: str, bits: int, aware: bool, epochs: int, limit: int | None
     images, labels = _split("train", limit)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     steps = epochs * -(-len(images) // _BATCH)
-    start, step, began = steps - steps // 5, 0, 0.0
+    start, step, began = steps - max(1, steps // 5), 0, 0.0
     fake: FakeQuantization | None = None
     for _ in range(epochs):
         for indices in torch.randperm(len(images)).split(_BATCH):

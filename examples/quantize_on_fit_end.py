@@ -1,8 +1,4 @@
-"""A trained network, quantized when its training ends: the engine that is fastest here, or none, and why.
-
-python examples/quantize_on_fit_end.py            # the digits that ship with the package
-python examples/quantize_on_fit_end.py --fast     # one epoch, and one engine
-"""
+"""A trained network, quantized when its training ends: the engine that is fastest here, or none, and why."""
 
 import argparse
 import tempfile
@@ -55,13 +51,9 @@ def main() -> None:
             folder=folder,
         )
         trainer = Trainer(
-            accelerator="cpu",
             max_epochs=1 if fast else 5,
             callbacks=[quantize],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         )
         model = Classifier()
         trainer.fit(model, loader("train"), loader("val"))
@@ -73,14 +65,12 @@ def main() -> None:
             print(f"  {candidate.backend}: {candidate.outcome}{took}. {candidate.reason}")
         print("written:", ", ".join(sorted(path.name for path in Path(folder).iterdir())))
         if report.kept:
-            # in another process, without this one's objects; only a state_dict needs a model to load into
+            # a fresh process could; only a state_dict needs a model
             again = load_quantized(folder, Classifier())
             images = next(iter(loader("test")))[0]
             with torch.no_grad():
-                print(
-                    "answers alike:",
-                    bool((again(images).argmax(1) == model.eval()(images).argmax(1)).float().mean() > 0.95),
-                )
+                alike = again(images).argmax(1) == model.eval()(images).argmax(1)
+            print("answers alike:", bool(alike.float().mean() > 0.95))
 
 
 if __name__ == "__main__":

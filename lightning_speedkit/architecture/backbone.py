@@ -110,7 +110,8 @@ def pick_backbone(
         rounds = _time_all(running, rows, start + seconds, show)
     found = [Backbone(name=name, task_shape=shape, num_classes=num_classes, **row) for name, row in rows.items()]
     if all(row.error is not None for row in found):
-        raise ValueError("No candidate could be measured. " + " ".join(f"{row.name}: {row.error}." for row in found))
+        told = " ".join(f"{row.name}: {(row.error or '').rstrip('.')}." for row in found)
+        raise ValueError(f"No candidate could be measured. {told}")
     table = BackboneTable(
         rows=tuple(found),
         objective=objective,

@@ -107,6 +107,8 @@ def load_quantized(
     """
     from lightning_speedkit.compress.artefact_load import load_from_folder
 
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"load_quantized() takes a float model, such as MyModel(), got {module!r:.100}.")
     given = Path(path)
     folder = given if given.is_dir() else given.parent
     named = None if given.is_dir() else given.name

@@ -58,6 +58,8 @@ def save_artefacts(converted: Converted, folder: Path, formats: Sequence[str] | 
     """
     from lightning_speedkit.compress.artefact import publish
 
+    if isinstance(formats, str):
+        raise TypeError(f"formats must be a list of names, got the string {formats!r}; write [{formats!r}].")
     wanted = list(formats) if formats is not None else list(converted.formats[:1])
     if refused := [name for name in wanted if name not in converted.formats]:
         raise ValueError(
@@ -108,6 +110,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         ) and all(name in manifest["files"] for told in manifest["formats"].values() for name in told["files"])
     except (KeyError, TypeError, AttributeError) as error:
         raise QuantizationError(f"{path} is damaged: {error!r} is missing or of another kind.") from error
+    if not manifest["formats"]:
+        raise QuantizationError(f"{path} is damaged: it names no format.")
     if not valid:
         raise QuantizationError(f"{path} is damaged: its files are not plain names in its own folder.")
     return dict(manifest)

@@ -59,7 +59,7 @@ class CallForm:
         ).bind(*args, **kwargs)  # fmt: skip
         bound.apply_defaults()
         found, tensors = _marked(dict(bound.arguments))
-        if found != self.arguments:
+        if not _same(found, self.arguments):
             raise ValueError(
                 f"The quantized forward of {self.name} was made for the arguments {_said(self.arguments)} and cannot "
                 f"answer {_said(found)}. Call it as on the calibration batches."
@@ -98,9 +98,14 @@ class CallForm:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CallForm:
-        """What :meth:`to_plain` wrote."""
+        """What :meth:`to_plain` wrote; KeyError, TypeError or ValueError if it is something else."""
         parameters = tuple((str(n), str(kind), _decoded(d), bool(has)) for n, kind, d, has in plain["parameters"])
-        return cls(str(plain["name"]), parameters, _decoded(plain["arguments"]), _decoded(plain["answer"]))
+        arguments = _decoded(plain["arguments"])
+        unknown = [name for name in arguments if name not in [n for n, *_ in parameters]]
+        unknown += [kind for _, kind, _, _ in parameters if kind not in _KINDS]
+        if unknown:
+            raise ValueError(f"there is no parameter, or no kind of one, {unknown[0]!r}")
+        return cls(str(plain["name"]), parameters, arguments, _decoded(plain["answer"]))
 
 
 def form_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> CallForm:
@@ -173,6 +178,13 @@ def _decoded(value: Any) -> Any:
     if kind == "dict":
         return {key: _decoded(part) for key, part in parts}
     return [_decoded(part) for part in parts] if kind == "list" else tuple(_decoded(part) for part in parts)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # an array of NumPy answers with one truth value per element
+        return False
 
 
 def _said(arguments: Mapping[str, Any]) -> str:

@@ -125,7 +125,11 @@ def time_all(
     return batch[0], one[0]
 
 
-def _seconds(modules: Sequence[nn.Module], calls: Sequence[Call], device: str) -> list[float] | list[None]:
+def _seconds(modules: Sequence[nn.Module], calls: Sequence[Call], device: str) -> list[float | None]:
+    runs: list[Callable[[], None]] = []
+    result: list[float | None] = [None] * len(modules)
+    able = []
+
     def forward(module: nn.Module) -> Callable[[], None]:
         targets = [(module.get_submodule(call.name), call) for call in calls]
 
@@ -137,11 +141,17 @@ def _seconds(modules: Sequence[nn.Module], calls: Sequence[Call], device: str) -
 
         return run
 
-    try:
-        with torch.no_grad():
-            return alternating_seconds([forward(module) for module in modules])
-    except Exception:  # a network that needs a full batch; the full batch itself was checked before
-        return [None] * len(modules)
+    with torch.no_grad():
+        for index, run in enumerate(map(forward, modules)):
+            try:
+                run()
+            except Exception:  # a network that needs a full batch; that itself was checked before
+                continue
+            runs.append(run)
+            able.append(index)
+        for index, seconds in zip(able, alternating_seconds(runs), strict=True):
+            result[index] = seconds
+    return result
 
 
 def told(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_speedkit.compress.calls import Call, first_sample, replay
-from lightning_speedkit.compress.float_copy import fingerprint, float_copy, refuse_lazy
+from lightning_speedkit.compress.float_copy import fingerprint, float_copy
 from lightning_speedkit.compress.int8 import Int8Model, make_int8
 from lightning_speedkit.compress.quality import relative_error
 from lightning_speedkit.compress.torch_ao import CONVOLUTIONS
@@ -74,7 +74,9 @@ def quantize_model(
 
     Raises:
         QuantizationError: There is nothing to quantize, or the int8 copy failed its check: finite outputs, the same
-            twice, at batch size one too, and not as far from the float model's as zeros would be.
+            twice, at batch size one too, and not as far from the float model's as zeros would be. Or the model itself
+            cannot be called on the batches, or answers with NaN.
+        ValueError: There is no batch, or an entry of ``skip`` matches no module.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> int8, details = quantize_model(model, [torch.randn(4, 8)])
@@ -82,14 +84,16 @@ def quantize_model(
     ('dynamic', ('0', '2'), True)
     """
     check_choice("backend", backend, BACKENDS)
-    calls = [call_of(batch) for batch in batches]
-    if not calls:
-        raise ValueError("quantize_model() needs at least one batch to calibrate and check with, got none.")
-    refuse_lazy(model)
+    # it needs call_of() of this file
+    from lightning_speedkit.compress.quantize_arguments import calls_from, check_float_answers, check_skip
+
+    calls = calls_from(model, batches, "quantize_model")
     before = fingerprint(model)
     failures = []
     with isolate_rng():
         floating = float_copy(model)
+        check_skip(floating, [skip] if isinstance(skip, str) else skip)
+        check_float_answers(floating, calls)
         for method in methods_of(floating, backend):
             try:
                 made, error = checked_int8(floating, calls, method, skip)

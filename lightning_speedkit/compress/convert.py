@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_speedkit.compress.conversion import call_of
 from lightning_speedkit.compress.engine import Converted, engine_named, engines_for
-from lightning_speedkit.compress.float_copy import fingerprint, float_copy, refuse_lazy
+from lightning_speedkit.compress.float_copy import fingerprint, float_copy
+from lightning_speedkit.compress.quantize_arguments import calls_from, check_float_answers, check_skip
 from lightning_speedkit.compress.self_check import check_copy
 from lightning_speedkit.errors import QuantizationError
 
@@ -43,8 +43,9 @@ def convert_model(
         What was made: call its ``module``, and keep it by ``save(folder)``, which :func:`load_quantized` reads.
 
     Raises:
-        QuantizationError: No engine could; the message says of each why. A module with lazy layers has to run once
-            before.
+        QuantizationError: No engine could; the message says of each why. Or the model itself cannot be called on the
+            batches, or answers with NaN. A module with lazy layers has to run once before.
+        ValueError: There is no batch, or an entry of ``skip`` matches no module.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -52,14 +53,13 @@ def convert_model(
     >>> made.engine, made.quantized, tuple(made.module(torch.randn(3, 8)).shape)
     ('torch-ao-dynamic', ('0', '2'), (3, 2))
     """
-    calls = [call_of(batch) for batch in batches]
-    if not calls:
-        raise ValueError("convert_model() needs at least one batch to calibrate and check with, got none.")
-    refuse_lazy(model)
+    calls = calls_from(model, batches, "convert_model")
     engines = (engine_named(backend),) if backend is not None else engines_for(scheme, device)
     before, failures = fingerprint(model), []
     with isolate_rng():
         floating = float_copy(model)
+        check_skip(floating, [skip] if isinstance(skip, str) else skip)
+        check_float_answers(floating, calls)
         for engine in engines:
             if (missing := engine.missing(device)) is not None:
                 failures.append(f"{engine.name}: {missing}")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -29,10 +30,10 @@ class NetworkCall:
 class WatchedCalls:
     """Watches the calls of ``network``, or by default those of ``root`` and of the networks that it holds.
 
-    Of calls within a call only the outermost counts. ``features`` names modules of ``root`` whose outputs are kept.
+    Of calls within a call only the outermost counts, and only with gradients: a step that computes a metric or a target
+    under ``no_grad`` learns nothing there. ``features`` names modules of ``root`` whose outputs are kept.
 
     >>> root = nn.Sequential(nn.Linear(2, 3))
-    >>> import torch
     >>> watched = WatchedCalls(root)
     >>> with watched.watching() as calls:
     ...     _ = root(torch.ones(1, 2))
@@ -83,6 +84,8 @@ class WatchedCalls:
             self._depth -= 1
             if self._depth == 0:
                 features, self._features = self._features, {}
+                if not torch.is_grad_enabled():
+                    return
                 self._calls.append(NetworkCall(name, args, kwargs, output, features))
 
         return leave
@@ -105,8 +108,8 @@ def check_calls(calls: Sequence[NetworkCall], versions: Mapping[int, int], name:
     """
     if not calls:
         raise MisconfigurationException(
-            f"{name}.training_step called neither the module nor a network that it holds, so Distillation sees no "
-            "logits. Name the submodule that yields them by student=..."
+            f"{name}.training_step called neither the module nor a network that it holds, not with gradients, so "
+            "Distillation sees no logits. Name the submodule that yields them by student=..."
         )
     if len(names := {call.name for call in calls}) > 1:
         told = ", ".join(sorted(each or "the module itself" for each in names))

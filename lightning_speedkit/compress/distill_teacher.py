@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,13 @@ def _found(path: str) -> Any:
 
 
 def _load(teacher: nn.Module, path: Path) -> None:
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise ValueError(
+            f"checkpoint={str(path)!r} is no file of weights alone ({type(error).__name__}), is damaged, or would "
+            "execute code when it is loaded. Give the checkpoint of a Trainer, or torch.save(net.state_dict(), path)."
+        ) from error
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping):
         raise ValueError(f"checkpoint={str(path)!r} holds no weights by name.")

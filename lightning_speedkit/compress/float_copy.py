@@ -24,19 +24,21 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def float_copy(module: nn.Module) -> nn.Module:
     """A copy of ``module`` in float32, eval mode, on the CPU, without gradients; ``module`` is not changed.
 
-    A LightningModule is copied without its Trainer. Compiled modules become plain ones, pruning masks and
-    parametrizations become plain weights, and ``padding="same"`` becomes the numbers that it stands for. The fused
-    inference path of ``nn.TransformerEncoder`` is off in the copy, because it reads the float weights behind the
-    layers' backs (pytorch #32764, #82443). An attribute that cannot be copied (an open file, a lock), a data set and a
-    loader are shared with the original.
+    What is complex becomes complex64. A LightningModule is copied without its Trainer. Compiled modules become plain
+    ones, pruning masks and parametrizations become plain weights, and ``padding="same"`` becomes the numbers that it
+    stands for. The fused inference path of ``nn.TransformerEncoder`` is off in the copy, because it reads the float
+    weights behind the layers' backs (pytorch #32764, #82443). An attribute that cannot be copied (an open file, a
+    lock), a data set and a loader are shared with the original.
 
     >>> model = nn.Linear(2, 1).double()
     >>> twin = float_copy(model)
     >>> twin.weight.dtype, twin.training, model.weight.dtype, model.training
     (torch.float32, False, torch.float64, True)
     """
-    twin = _without_compile(copy_module(module))
-    twin.to("cpu", torch.float32).eval()
+    with torch.no_grad():  # else the parameters of a scripted module have a history in its copy
+        twin = _without_compile(copy_module(module))
+    _to_float32(twin)
+    twin.eval()
     _make_weights_plain(twin)
     for part in twin.modules():
         if isinstance(part, nn.TransformerEncoder):
@@ -45,7 +47,9 @@ def float_copy(module: nn.Module) -> nn.Module:
             part.activation_relu_or_gelu = 0  # only the fused path reads it
         elif isinstance(part, _ConvNd) and isinstance(part.padding, str):
             _make_padding_plain(part)
-    return twin.requires_grad_(False)
+    for parameter in twin.parameters():  # requires_grad_() of a scripted module is not supported
+        parameter.requires_grad_(False)
+    return twin
 
 
 def copy_module(module: ModuleT) -> ModuleT:
@@ -94,12 +98,16 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """QuantizationError if a layer of ``model`` has no shape yet."""
+    """QuantizationError if a layer of ``model`` has no shape, or no values, yet."""
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]
     if lazy:
         raise QuantizationError(
             f"{type(model).__name__} has lazy layers without a shape ({', '.join(lazy[:3])}). "
             "Run it once on a batch first."
+        )
+    if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        raise QuantizationError(
+            f"{type(model).__name__} has weights on the meta device, without values. Load them first."
         )
 
 
@@ -140,6 +148,21 @@ def _without_compile(root: nn.Module) -> nn.Module:
                 child = child._orig_mod
                 setattr(parent, key, child)
     return root
+
+
+def _to_float32(root: nn.Module) -> None:
+    stores: list[Any] = [store for part in root.modules() for store in (part._parameters, part._buffers)]
+    kept = [(s, key, value) for s in stores for key, value in s.items() if value is not None and value.is_complex()]
+    for store, key, _ in kept:  # Module.to(float32) would drop their imaginary part
+        store[key] = None
+    with torch.no_grad():
+        root.to("cpu", torch.float32)
+        made: dict[int, Tensor] = {}
+        for store, key, value in kept:
+            if id(value) not in made:
+                moved = value.detach().to("cpu", torch.complex64)
+                made[id(value)] = nn.Parameter(moved) if isinstance(value, nn.Parameter) else moved
+            store[key] = made[id(value)]
 
 
 def _make_weights_plain(root: nn.Module) -> None:

@@ -24,11 +24,15 @@ _QUALITY_ENDS = ("accuracy", "auroc", "precision", "recall", "score")  # Multicl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationData:
-    """What validation runs on: loaders as a Trainer takes them, and whose data hooks apply to their batches."""
+    """What validation runs on: loaders as a Trainer takes them, and whose data hooks apply to their batches.
+
+    ``in_float32`` says that the fit was in another dtype, and turned the batches to it as they are turned to float32.
+    """
 
     loaders: Any
     datamodule: LightningDataModule | None = None
     limit_batches: int | None = None
+    in_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ def measured_metrics(
                 datamodule=validation.datamodule,
                 limit_batches=validation.limit_batches,
                 device=device,
+                in_float32=validation.in_float32,
             )
     except Exception as error:  # the code of the user, run alone
         raise QuantizationError(f"Validation failed ({type(error).__name__}: {error}).") from error

@@ -18,7 +18,7 @@ class KeptBatches:
     >>> kept = KeptBatches(2)
     >>> kept.begin(planned=10)
     >>> for number in range(10):
-    ...     kept.offer(number, number)
+    ...     kept.offer(number)
     >>> kept.batches
     [0, 5]
     """
@@ -26,17 +26,18 @@ class KeptBatches:
     def __init__(self, count: int) -> None:
         self.count = count
         self.batches: list[Any] = []
-        self._stride = 1
+        self._stride, self._offered = 1, 0
 
     def begin(self, planned: float) -> None:
         """Keep none yet; ``planned`` batches are to come, which may be infinite."""
-        self.batches = []
+        self.batches, self._offered = [], 0
         self._stride = max(1, int(planned) // self.count) if planned < float("inf") else 1
 
-    def offer(self, batch: Any, number: int) -> None:
-        """Keep a copy of the batch if it is its turn; ``number`` counts from 0."""
-        if len(self.batches) < self.count and number % self._stride == 0:
+    def offer(self, batch: Any) -> None:
+        """Keep a copy of the batch if it is its turn: the first is kept, wherever in an epoch a resumed fit begins."""
+        if len(self.batches) < self.count and self._offered % self._stride == 0:
             self.batches.append(on_cpu(batch))
+        self._offered += 1
 
     def clear(self) -> None:
         """Let go of all batches."""

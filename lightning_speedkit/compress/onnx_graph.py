@@ -164,7 +164,7 @@ def _preprocessed(model: Any) -> Any:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     failures = []
-    with tempfile.TemporaryDirectory() as folder, quiet_onnx():
+    with tempfile.TemporaryDirectory() as folder, quiet_onnx(), _no_file_of_a_failure():
         before, after = Path(folder, "before.onnx"), Path(folder, "after.onnx")
         onnx.save(model, str(before))
         for options in ({}, {"skip_symbolic_shape": True}):
@@ -174,6 +174,33 @@ def _preprocessed(model: Any) -> Any:
             except Exception as error:  # symbolic inference does not know every operator
                 failures.append(_in_a_line(error))
     raise QuantizationError(f"ONNX Runtime cannot prepare its graph ({'; '.join(failures)})")
+
+
+class _OnnxThatSavesNothing:
+    def __getattr__(self, name: str) -> Any:
+        import onnx
+
+        return _nothing if name == "save_model" else getattr(onnx, name)
+
+
+def _nothing(model: Any, path: str, save_as_external_data: bool = False) -> None:
+    pass
+
+
+@contextmanager
+def _no_file_of_a_failure() -> Iterator[None]:
+    """Where symbolic inference stops, onnxruntime writes the graph and its weights to the working directory."""
+    try:
+        from onnxruntime.tools import symbolic_shape_infer as tool
+    except ImportError:  # it needs sympy, and is left out without it
+        yield
+        return
+    original = tool.onnx
+    tool.onnx = _OnnxThatSavesNothing()
+    try:
+        yield
+    finally:
+        tool.onnx = original
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from lightning_speedkit.compress.prune_arguments import (
 from lightning_speedkit.compress.prune_fit import FitPruning
 from lightning_speedkit.compress.prune_masks import PruningMasks
 from lightning_speedkit.compress.prune_semi_structured import runs_semi_structured, to_semi_structured
-from lightning_speedkit.compress.prune_targets import check_skip, prunable_weights
+from lightning_speedkit.compress.prune_targets import check_skip, frozen_weights, prunable_weights
 from lightning_speedkit.measure.lightning_hooks import leave_logged
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
@@ -197,6 +197,7 @@ class Pruning(OneOfAKind):
             every=self.every or max(1, (end - start) // 100),
             regrow=self.regrow,
         )
+        self._fit.frozen = frozen_weights(pl_module, self.skip)
         self._fit.begin(self._loaded)
         self._warn_if_late(trainer)
         self._is_new = True

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_speedkit.compress.prune_masks import PruningMasks
@@ -47,6 +48,7 @@ class FitPruning:
         regrow: float = 0.0,
     ) -> None:
         self.masks, self.target, self.regrow = masks, target, regrow
+        self.frozen: dict[str, nn.Parameter] = {}  # weights that the masks leave out because they are not trained
         self.start, self.end, self.every = start, max(end, 1) if movement else end, every
         self.is_done = False  # the target is reached
         self.is_told = False  # that it will not be
@@ -130,6 +132,13 @@ class FitPruning:
         parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
         self._check_shapes(parameters)
         self.masks.weights.update({name: parameters[name] for name in self.masks.weights})
+        if late := [name for name, weight in self.frozen.items() if weight.requires_grad]:
+            self.frozen = {}
+            rank_zero_warn(
+                f"Pruning leaves {len(late)} weights as they are that were frozen when the fit started and are trained "
+                f"now ({', '.join(late[:3])}): its target holds for the others. Let them be pruned in a second fit, of "
+                "the unfrozen model."
+            )
 
     def masked_state(self, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """A ``state_dict`` of the module with zeros where weights are pruned, under all names of shared ones."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.errors import did_you_mean
 
-__all__ = ["check_skip", "plain_name", "prunable_weights"]
+__all__ = ["check_skip", "frozen_weights", "plain_name", "prunable_weights"]
 
 _LAYERS = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
@@ -59,6 +60,7 @@ def prunable_weights(model: nn.Module, skip: Sequence[str] = (), pattern: str | 
         pattern: ``"2:4"`` if all of them are to have this pattern.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: Nothing is left to prune, an entry of ``skip`` matches nothing that could be pruned, or a layer has
             a number of inputs that does not go with the pattern.
 
@@ -66,11 +68,9 @@ def prunable_weights(model: nn.Module, skip: Sequence[str] = (), pattern: str | 
     >>> list(prunable_weights(model)), list(prunable_weights(model, skip=["2"]))
     (['0.weight', '2.weight'], ['0.weight'])
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(plain_name(name))
-    found = {id(p): p for layer in model.modules() if isinstance(layer, _LAYERS) for p in _weights_of(layer)}
-    candidates = {names[p][0]: p for p in names if id(p) in found}
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"What is pruned is a torch.nn.Module, got {model!r:.100}.")
+    names, candidates = _candidates(model)
     _refuse_lazy(candidates)
     unused = [entry for entry in skip if not any(_is_inside(n, entry) for p in candidates.values() for n in names[p])]
     if unused:
@@ -82,6 +82,26 @@ def prunable_weights(model: nn.Module, skip: Sequence[str] = (), pattern: str | 
     if pattern is not None:
         _refuse_widths(kept, pattern)
     return kept
+
+
+def frozen_weights(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Parameter]:
+    """Those weights that :func:`prunable_weights` leaves out only because they are frozen.
+
+    >>> list(frozen_weights(nn.Linear(4, 8).requires_grad_(False)))
+    ['weight']
+    """
+    names, candidates = _candidates(model)
+    skipped = {n for n, p in candidates.items() if any(_is_inside(known, e) for known in names[p] for e in skip)}
+    return {n: p for n, p in candidates.items() if n not in skipped and not p.requires_grad}
+
+
+def _candidates(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[str, nn.Parameter]]:
+    """All names of each parameter, and the weights of layers by their first."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(plain_name(name))
+    found = {id(p) for layer in model.modules() if isinstance(layer, _LAYERS) for p in _weights_of(layer)}
+    return names, {names[p][0]: p for p in names if id(p) in found}
 
 
 def _weights_of(layer: nn.Module) -> Iterator[nn.Parameter]:
@@ -122,6 +142,8 @@ def _nothing(model: nn.Module, candidates: int, skipped: int) -> str:
         )
     computed = any(parametrize.is_parametrized(part) for part in model.modules())
     why = " Weights of parametrized layers are computed from others and are left alone." if computed else ""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        why = " Scripted modules are not looked into: prune before torch.jit.script."
     return (
         f"There is nothing to prune in {type(model).__name__}: it has no weight of a linear, convolutional, attention "
         f"or recurrent layer.{why}"

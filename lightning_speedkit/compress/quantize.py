@@ -36,11 +36,12 @@ from lightning_speedkit.compress.conversion import QuantizationDetails, check_ch
 from lightning_speedkit.compress.engine import FORMATS, SCHEMES, engine_named
 from lightning_speedkit.compress.judge import Judge
 from lightning_speedkit.compress.kept_batches import KeptBatches, planned_batches
+from lightning_speedkit.compress.quantize_arguments import check_names, check_skip
 from lightning_speedkit.compress.quantize_fit import is_trial_run, monitored, validation_data, with_best_weights
 from lightning_speedkit.compress.rank_wait import RankWait
 from lightning_speedkit.compress.report import QuantizationReport
-from lightning_speedkit.compress.result_files import write_result
-from lightning_speedkit.compress.trial import Plan, planned_engines, try_quantized
+from lightning_speedkit.compress.result_files import refuse_folder, write_result
+from lightning_speedkit.compress.trial import Plan, planned_engines, try_quantized, why_not
 from lightning_speedkit.errors import QuantizationError, did_you_mean
 
 __all__ = [
@@ -89,7 +90,7 @@ class QuantizeOnFitEnd(Callback):
         calibration_batches: How many of them are kept.
         validation_batches: The most validation batches per loader to measure the metric on; ``None`` for all.
         weights: ``"last"`` for the weights at the end of the fit, ``"best"`` for those of the best checkpoint.
-        skip: Names of submodules that stay in float; ``*`` and ``?`` are wildcards.
+        skip: Names of submodules that stay in float; ``*`` and ``?`` are wildcards. One that matches none is an error.
         accuracy_aware: Whether layers go back to float, those that hurt most first, until the metric is inside the
             tolerance.
         artefacts: The formats to write, of ``"state_dict"``, ``"pt2"`` and ``"onnx"``, as the engine can; engines that
@@ -138,10 +139,8 @@ class QuantizeOnFitEnd(Callback):
             raise TypeError(f"max_metric_drop must be a number, got {max_metric_drop!r}.")
         if max_metric_drop != max_metric_drop:
             raise ValueError("max_metric_drop must be a number, got NaN.")
-        for name, names in (("skip", skip), ("artefacts", artefacts)):
-            if isinstance(names, str):
-                raise TypeError(f"{name} must be a list of names, got the string {names!r}; write [{names!r}].")
-        for name in artefacts or ():
+        wanted_formats = check_names("artefacts", artefacts)
+        for name in wanted_formats:
             check_choice("artefacts", name, FORMATS)
         self.scheme = scheme
         self.backend = backend
@@ -154,9 +153,9 @@ class QuantizeOnFitEnd(Callback):
         self.calibration_batches = calibration_batches
         self.validation_batches = validation_batches
         self.weights = weights
-        self.skip = list(skip or ())
+        self.skip = check_names("skip", skip)
         self.accuracy_aware = accuracy_aware
-        self.artefacts = list(artefacts) if artefacts else None
+        self.artefacts = wanted_formats or None
         self.folder = folder
         self.quantized_model: nn.Module | None = None
         self.report: QuantizationReport | None = None
@@ -177,6 +176,7 @@ class QuantizeOnFitEnd(Callback):
         if is_trial_run(trainer):
             return
         self._refuse_missing_engines()
+        refuse_folder(self._folder(trainer))
         if self.weights == "best" and trainer.checkpoint_callback is None:
             raise MisconfigurationException(
                 "QuantizeOnFitEnd(weights='best') needs the best checkpoint, and this Trainer writes none. Add a "
@@ -187,6 +187,8 @@ class QuantizeOnFitEnd(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.quantized_model, self.report, self._monitor_checked = None, None, False
         self._let_go()
+        if not is_trial_run(trainer):
+            check_skip(pl_module, self.skip)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,7 +205,7 @@ class QuantizeOnFitEnd(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.calibration == "train" and trainer.is_global_zero and not is_trial_run(trainer):
-            self._kept.offer(batch, batch_idx)
+            self._kept.offer(batch)
 
     @override
     def on_validation_batch_start(
@@ -216,7 +218,7 @@ class QuantizeOnFitEnd(Callback):
     ) -> None:
         wanted = self.calibration == "val" and trainer.state.fn == "fit" and not trainer.sanity_checking
         if wanted and trainer.is_global_zero and not is_trial_run(trainer):
-            self._kept.offer(batch, batch_idx)
+            self._kept.offer(batch)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -290,10 +292,13 @@ class QuantizeOnFitEnd(Callback):
     def _refuse_missing_engines(self) -> None:
         """Said before the training, and not after it."""
         plan = self._plan()
-        why = {engine.name: engine.missing(plan.device) for engine in planned_engines(plan)}
+        why = {engine.name: why_not(engine, plan) for engine in planned_engines(plan)}
         if all(why.values()):
             told = "; ".join(f"{name}: {reason}" for name, reason in why.items())
             raise MisconfigurationException(f"QuantizeOnFitEnd: no engine can work here for {plan.device!r}: {told}.")
+
+    def _folder(self, trainer: pl.Trainer) -> str:
+        return self.folder if self.folder is not None else f"{trainer.default_root_dir.rstrip('/')}/quantized"
 
     def _quantize(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         judge = Judge(
@@ -310,9 +315,10 @@ class QuantizeOnFitEnd(Callback):
         else:
             with isolate_rng():
                 converted, report = try_quantized(module, self._kept.batches, data, judge, self._plan())
-        folder = Path(self.folder) if self.folder is not None else Path(trainer.default_root_dir, "quantized")
+        # both are there, too, if the disk is full
+        self.quantized_model, self.report = None if converted is None else converted.module, report
+        folder = Path(self._folder(trainer))
         self.report = write_result(folder, converted, replace(report, weights=self.weights), self.artefacts)
-        self.quantized_model = None if converted is None else converted.module
         for logger in trainer.loggers:
             logger.log_metrics(self.report.metrics(), step=trainer.global_step)
         if self.report.kept:

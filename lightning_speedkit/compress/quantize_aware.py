@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_layers import FakeQuantization, check_fake_scheme
 
 __all__ = ["FakeQuantization", "QuantizationAwareTraining"]
@@ -49,7 +50,8 @@ class QuantizationAwareTraining(Callback):
         unit: What whole numbers count: optimizer ``"step"`` or ``"epoch"``.
         in_validation: Round in the validation of the fit, too, once rounding has started. By default validation
             measures the float model.
-        skip: Names of modules that are not rounded; ``*`` and ``?`` are wildcards. Give the same to the quantization.
+        skip: Names of modules that are not rounded; ``*`` and ``?`` are wildcards. One that matches none is an error at
+            ``fit``. Give the same to the quantization.
         weight_bits: 7 by default with rounded inputs, which is what int8 engines use on a CPU without VNNI; else what
             the scheme's name says.
         activation_bits: Of the inputs, 8 by default.
@@ -133,6 +135,7 @@ class QuantizationAwareTraining(Callback):
         for value in (self.start, self.freeze_ranges):
             if isinstance(value, float):
                 _share_done(trainer, 0)  # raises now rather than later
+        check_skip(pl_module, self.skip)
 
     @override
     def on_train_batch_start(

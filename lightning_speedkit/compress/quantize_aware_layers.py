@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.calls import inside_metrics
 from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_forward import (
     GROUP,
     KINDS,
@@ -41,7 +42,7 @@ class FakeQuantization:
         scheme: ``"static-int8"`` rounds inputs to a running range, which :meth:`update` advances; ``"dynamic-int8"``
             (Linear and attention only) to the range that they have; ``"weight-only-int8"`` and ``"weight-only-int4"``
             (Linear and attention only) leave them alone. Int4 has a scale for each 32 inputs.
-        skip: Names of modules that stay as they are; ``*`` and ``?`` are wildcards.
+        skip: Names of modules that stay as they are; ``*`` and ``?`` are wildcards. One that matches none is an error.
         weight_bits: By default what the name says, but 7 with rounded inputs: a CPU without VNNI adds up 8 bits
             wrongly, and int8 engines leave one out there.
         activation_bits: Of rounded inputs, 8 by default.
@@ -75,6 +76,7 @@ class FakeQuantization:
         activation_bits: int | None = None,
     ) -> None:
         check_fake_scheme(scheme, weight_bits, activation_bits)
+        check_skip(module, skip)
         self.scheme = scheme
         self.skipped: dict[str, str] = {}
         self._switch = Switch()
@@ -176,7 +178,8 @@ def _refusal(name: str, layer: nn.Module, scheme: str, skip: Sequence[str]) -> s
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
+    plain = name.replace("_orig_mod.", "")  # what torch.compile puts into names
+    return any(fnmatch.fnmatchcase(plain, pattern) or plain.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def check_fake_scheme(scheme: Any, weight_bits: Any, activation_bits: Any) -> None:

@@ -124,8 +124,10 @@ def update_ranges(ranges: Sequence[ActivationRange], reduce: Callable[[Tensor], 
     old = torch.stack([torch.stack([one.low, one.high]) for one in ranges])
     new = torch.stack([-seen[:, 0], seen[:, 1]], dim=1).where(usable, old)
     _set_ranges(ranges, torch.where(torch.isnan(old), new, torch.lerp(old, new, _MOMENTUM)))
+    if any(one.called and not one.known for one in ranges):  # which waits for the device
+        for one, is_usable in zip(ranges, usable[:, 0].tolist(), strict=True):
+            one.known = one.known or is_usable
     for one in ranges:
-        one.known = one.known or one.called
         one.called = False
         one.seen_low.fill_(torch.inf)
         one.seen_high.fill_(-torch.inf)

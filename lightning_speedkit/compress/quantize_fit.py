@@ -68,4 +68,5 @@ def validation_data(trainer: pl.Trainer, limit: int | None) -> ValidationData | 
         loaders=loaders,
         datamodule=getattr(trainer, "datamodule", None),
         limit_batches=min(limits) if limits else None,
+        in_float32=str(trainer.precision).endswith("-true") and trainer.precision != "32-true",
     )

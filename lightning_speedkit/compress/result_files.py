@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_speedkit.compress.artefact import MODEL_FILE, REPORT_FILE, publish
 from lightning_speedkit.compress.engine import Converted
@@ -13,10 +16,25 @@ from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.report_page import report_document
 from lightning_speedkit.errors import MissingExtraError
 
-__all__ = ["PAGE_FILE", "write_result"]
+__all__ = ["PAGE_FILE", "refuse_folder", "write_result"]
 
 PAGE_FILE = "report.html"
 _MANIFEST = "manifest.json"
+
+
+def refuse_folder(folder: str) -> None:
+    """MisconfigurationException if nothing can be written to ``folder``: said before the training, and not after it."""
+    if "://" in folder:
+        raise MisconfigurationException(
+            f"QuantizeOnFitEnd writes to the local disk, and not to {folder!r}. Pass folder=, such as 'quantized', and "
+            "copy it from there."
+        )
+    path = Path(folder).absolute()
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not nearest.is_dir():
+        raise MisconfigurationException(f"QuantizeOnFitEnd cannot write to {folder!r}: {nearest} is a file.")
+    if not os.access(nearest, os.W_OK):
+        raise MisconfigurationException(f"QuantizeOnFitEnd cannot write to {folder!r}: {nearest} is read-only.")
 
 
 def write_result(

@@ -100,7 +100,11 @@ class Selection:
         rivals = [("float32", self.report.seconds_before_batch)]
         if own.scheme != FLOAT32:
             rivals += [(c.engine.name, c.report.seconds_batch) for c in self.candidates if c.engine.scheme == FLOAT32]
-        best, name = min((seconds, name) for name, seconds in rivals if seconds is not None)
+        timed = [(seconds, name) for name, seconds in rivals if seconds is not None]
+        if not timed:
+            candidate.ends("slower", "the float network could not be timed, so no gain is known")
+            return True
+        best, name = min(timed)
         if own.seconds_batch is not None and own.seconds_batch < best:
             return False
         now = "it could not be timed" if own.seconds_batch is None else f"{own.seconds_batch * 1e3:.3g} ms for a batch"

@@ -18,6 +18,7 @@ Each of these failures is silent in the library that causes it, and each was met
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,11 +124,15 @@ class _Check:
     def result(self) -> SelfCheck:
         source, own = fingerprint(self.floating), _content_hash(self.copy)
         expected = replay(self.floating, self.calls)
+        if _has_nan(expected):
+            return _trapped("wrong outputs", "the float model itself answers with NaN")
         repeats = _equal(expected, replay(self.floating, self.calls))
         try:
             got, again = self._answers(self.calls), self._answers(self.calls)
         except Exception as failure:  # kernels and runtimes raise anything
             return _trapped("wrong outputs", f"it cannot be run ({_in_a_line(failure)})")
+        if _has_nan(got):
+            return _trapped("wrong outputs", "its outputs are not finite", float("inf"))
         one = self._on_one_sample()
         later = got if one.trap else self._answers(self.calls)
         if fingerprint(self.floating) != source:
@@ -181,7 +186,7 @@ class _Check:
         return _trapped("wrong outputs", told, error)
 
     def _limit(self, expects: float) -> float:
-        return max(_USUAL[self.scheme], _TIMES_EXPECTED * expects)
+        return max(_USUAL[self.scheme], _TIMES_EXPECTED * expects if math.isfinite(expects) else 0.0)
 
     def _expected(self) -> float:
         return expected_error(self.floating, self.calls, self.layers, self.scheme)
@@ -192,6 +197,10 @@ class _Check:
 
 def _trapped(trap: str, message: str, error: float | None = None) -> SelfCheck:
     return SelfCheck(trap=trap, message=f"{trap}: {message}", error=error)
+
+
+def _has_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(torch.isnan(tensor).any()) for tensor in tensors)
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

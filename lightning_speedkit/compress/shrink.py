@@ -31,10 +31,17 @@ from typing_extensions import override
 from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.conversion import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
+from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
 from lightning_speedkit.compress.shrink_plan import ShrinkPlan, ShrinkSettings, plan_shrink
-from lightning_speedkit.compress.shrink_refusals import refuse_arguments, refuse_judging, refuse_module, refuse_run
+from lightning_speedkit.compress.shrink_refusals import (
+    refuse_arguments,
+    refuse_judging,
+    refuse_module,
+    refuse_optimizers,
+    refuse_run,
+)
 from lightning_speedkit.compress.shrink_report import ShrinkReport
 from lightning_speedkit.compress.shrink_resize import follow_checkpoints, load_shrunk, mark, original_sizes, resize_to
 from lightning_speedkit.compress.shrink_run import ShrinkRun
@@ -68,7 +75,8 @@ def shrink_model(
         head_ratio: The share of the heads of each attention that goes. It has to be a module with a number of heads and
             Linear layers of usual names, such as timm's ``Attention``.
         criterion: ``"magnitude"``, ``"taylor"`` (by the gradients that the parameters hold) or ``"random"``.
-        skip: Names of modules that keep their output channels, or their heads; ``*`` and ``?`` are wildcards.
+        skip: Names of modules that keep their output channels, or their heads, with all inside them; ``*`` and ``?``
+            are wildcards.
         round_to: The channels that stay are a multiple of this, where the layer has so many.
         across_norms: Also remove channels that a LayerNorm, RMSNorm or GroupNorm averages over, such as the width of a
             transformer. What is left then computes something else, and needs more training.
@@ -76,7 +84,8 @@ def shrink_model(
 
     Raises:
         MissingExtraError: torch-pruning is not installed.
-        MisconfigurationException: ``model`` is compiled or lazy, or has parametrizations or pruning masks.
+        MisconfigurationException: ``model`` is compiled, scripted or lazy, or has parametrizations or pruning masks.
+        ValueError: An argument is out of range, or an entry of ``skip`` matches no module.
         SpeedkitError: the graph of ``model`` could not be followed.
 
     >>> import torch
@@ -88,6 +97,9 @@ def shrink_model(
     refuse_arguments(ratio, head_ratio, {"round_to": round_to}, skip, None)
     check_choice("criterion", criterion, tuple(CRITERIA))
     refuse_module(model)
+    optimizers = list(optimizers)
+    refuse_optimizers(optimizers)
+    check_skip(model, skip)
     settings = ShrinkSettings(
         ratio=ratio,
         head_ratio=head_ratio,
@@ -145,7 +157,8 @@ class StructuredPruning(Callback):
         start_epoch: The epoch of the first step, counted from 0.
         every_epochs: Epochs from one step to the next.
         criterion: ``"magnitude"``, ``"taylor"`` (by the gradients of the last optimizer step before) or ``"random"``.
-        skip: Names of modules that keep their output channels or heads; ``*`` and ``?`` are wildcards.
+        skip: Names of modules that keep their output channels or heads, with all inside them; ``*`` and ``?`` are
+            wildcards. One that matches none is an error.
         round_to: The channels that stay are a multiple of this.
         across_norms: Also remove channels that a LayerNorm, RMSNorm or GroupNorm averages over.
         max_metric_drop: The largest loss of quality that is kept: a difference for a metric to maximize (its share
@@ -212,6 +225,9 @@ class StructuredPruning(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._removes_something() and not _is_trial_run(trainer):
+            refuse_optimizers(trainer.optimizers)
+            check_skip(pl_module, self.skip)
         late = [epoch for epoch in self.epochs if trainer.max_epochs not in (None, -1) and epoch >= trainer.max_epochs]
         if late and self._removes_something() and not _is_trial_run(trainer):
             rank_zero_warn(
@@ -297,10 +313,13 @@ class StructuredPruning(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(report.numbers(), step=trainer.global_step)
         path = Path(self.folder) if self.folder is not None else Path(trainer.default_root_dir, "shrunk")
-        path.mkdir(parents=True, exist_ok=True)
-        temporary = path / "report.json.part"
-        temporary.write_text(report.to_json() + "\n")
-        temporary.replace(path / "report.json")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            temporary = path / "report.json.part"
+            temporary.write_text(report.to_json() + "\n")
+            temporary.replace(path / "report.json")
+        except OSError as error:  # the run is over: it is not to fail for that
+            rank_zero_warn(f"StructuredPruning could not write its report to {path} ({error}); it is in `report`.")
         (rank_zero_info if report.layers else rank_zero_warn)(f"StructuredPruning: {report.describe()}")
 
 

@@ -14,7 +14,7 @@ import io
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -237,13 +237,19 @@ def _refusal(
             return f"{type(item.owner).__name__} ({item.name}) uses its channels"
     for item in items:
         outputs = not item.reads or not isinstance(item.owner, (nn.Linear, _ConvNd))
-        if outputs and any(fnmatch(item.name, pattern) for pattern in skip):
+        if outputs and _is_skipped(item.name, skip):
             return "named in skip" if item.name == name else f"tied to {item.name}, which is named in skip"
     for item in items:
         if isinstance(item.owner, _AVERAGING) and not across_norms:
             kind = type(item.owner).__name__
             return f"{kind} ({item.name}) averages over its channels; across_norms=True removes them too"
     return None
+
+
+def _is_skipped(name: str, skip: Collection[str]) -> bool:
+    """Whether the module, or one that it lies in, is named."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), one) for length in range(1, len(parts) + 1) for one in skip)
 
 
 def _parts(root: nn.Module, item: _Item) -> Iterator[TensorPart]:
@@ -329,7 +335,7 @@ def _joined(channels: int, ties: Sequence[tuple[int, ...]]) -> tuple[tuple[int, 
 def _head_groups(root: nn.Module, skip: Collection[str]) -> Iterator[ChannelGroup]:
     for name, attention in attention_layouts(root).items():
         prefix = f"{name}." if name else ""
-        if any(fnmatch(name, pattern) for pattern in skip):
+        if _is_skipped(name, skip):
             continue
         rows = tuple((row, head) for head in range(attention.heads) for row in attention.rows(head))
         columns = tuple((column, head) for head in range(attention.heads) for column in attention.columns(head))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.quality import metric_direction
 
-__all__ = ["refuse_arguments", "refuse_judging", "refuse_module", "refuse_run"]
+__all__ = ["refuse_arguments", "refuse_judging", "refuse_module", "refuse_optimizers", "refuse_run"]
 
 _KEEP_SHAPES = ("AverageWeights", "NonFiniteGuard", "Pruning", "QuantizationAwareTraining", "SpikeGuard")  # of this kit
 
@@ -46,8 +47,14 @@ def refuse_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def refuse_module(module: nn.Module) -> None:
     """Raises if the weights of ``module`` are not there, not its own, or fixed in compiled code."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"What is shrunk is a torch.nn.Module, got {module!r:.100}.")
     for name, part in module.named_modules():
         where = repr(name) if name else type(module).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            raise MisconfigurationException(
+                f"{where} is scripted, and cannot be cut. Shrink it before torch.jit.script."
+            )
         if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
             raise MisconfigurationException(
                 f"{where} is compiled for the shapes that it has. Shrink first, and compile in a second fit."
@@ -59,6 +66,15 @@ def refuse_module(module: nn.Module) -> None:
                 f"The weight of {where} is computed by a parametrization or a pruning mask. Make it permanent first "
                 "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove)."
             )
+
+
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises if an optimizer keeps its state for all parameters in one piece."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "LBFGS keeps the sizes of all parameters in one piece, so it cannot follow channels that are removed. Use "
+            "another optimizer, or shrink_model() before the optimizer is made."
+        )
 
 
 def _weight_is_computed(module: nn.Module) -> bool:

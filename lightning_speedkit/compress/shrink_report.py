@@ -61,11 +61,13 @@ class ShrinkReport:
 
     def describe(self) -> str:
         """A few words for a person."""
-        if not self.layers or self.parameters_before is None or self.parameters_after is None:
+        if not self.layers:
             return f"Nothing was removed: {self.reason}"
-        parts = [
-            f"Shrunk {len(self.layers)} layers: {self.parameters_before:,} -> {self.parameters_after:,} parameters",
-        ]
+        if self.parameters_before is None or self.parameters_after is None:
+            parts = [f"Shrunk {len(self.layers)} layers in an earlier part of the run"]
+        else:
+            sizes = f"{self.parameters_before:,} -> {self.parameters_after:,} parameters"
+            parts = [f"Shrunk {len(self.layers)} layers: {sizes}"]
         if self.flops_before and self.flops_after:
             parts.append(f"{self.flops_before / 1e6:.3g} -> {self.flops_after / 1e6:.3g} MFLOP")
         if self.seconds_before_batch and self.seconds_after_batch:

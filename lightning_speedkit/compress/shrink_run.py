@@ -23,7 +23,7 @@ from lightning_speedkit.compress.shrink_resize import original_sizes
 from lightning_speedkit.compress.shrink_sizes import set_sizes
 from lightning_speedkit.compress.shrink_snapshot import put_back, take_snapshot
 from lightning_speedkit.compress.validation import network_calls
-from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.errors import QuantizationError, SpeedkitError
 
 __all__ = ["ShrinkRun"]
 
@@ -143,7 +143,9 @@ class ShrinkRun:
                 measured = measured_sizes(before, after, self.calls)
         reason = self.reason
         if not self.layers and not reason:
-            reason = "; ".join(f"{name}: {why}" for name, why in self.skipped.items()) or "no step was due"
+            shrunk = ["an earlier fit has removed as much"] if self.steps_done and original_sizes(module) else []
+            whys = [*shrunk, *(f"{name}: {why}" for name, why in self.skipped.items())]
+            reason = "; ".join(whys) or "no step was due"
         return ShrinkReport(
             reason=reason,
             ratio=settings.ratio,
@@ -177,6 +179,12 @@ class ShrinkRun:
                         original=original_sizes(module),
                         gradients=given_gradients(self.gradients, settings.criterion),
                     )
+            except QuantizationError as error:  # which speaks of calling the network
+                failure = SpeedkitError(
+                    f"StructuredPruning cannot call the network by itself: {error} Give the module a forward or a "
+                    "validation_step that runs it on a training batch, or use shrink_model() before the fit."
+                )
+                failure.__cause__ = error
             except BaseException as error:
                 failure = error
         # the other ranks wait here, and learn what came of it

@@ -16,18 +16,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_speedkit.compress.calls import batch_size
-from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate
+from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, told
 from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, engine_named, engines_for, float_engine
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint, float_copy
 from lightning_speedkit.compress.int8 import weighted_layers
 from lightning_speedkit.compress.judge import Judge, ValidationData, measured_metrics
 from lightning_speedkit.compress.quality import serialized_bytes
+from lightning_speedkit.compress.quantize_arguments import check_float_answers
 from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.selection import Selection
 from lightning_speedkit.compress.validation import network_calls
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Plan", "planned_engines", "try_quantized"]
+__all__ = ["Plan", "planned_engines", "try_quantized", "why_not"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,13 @@ def planned_engines(plan: Plan) -> list[Engine]:
     if plan.backend is not None:
         return [engine_named(plan.backend)]
     return list(engines_for(plan.scheme, plan.device, plan.objective))
+
+
+def why_not(engine: Engine, plan: Plan) -> str | None:
+    """Why ``engine`` cannot do what ``plan`` asks for here, or ``None``."""
+    if plan.formats is not None and not set(plan.formats) & set(engine.formats):
+        return f"it writes {', '.join(engine.formats)}, not {', '.join(plan.formats)}"
+    return engine.missing(plan.device)
 
 
 def try_quantized(
@@ -76,8 +84,8 @@ def try_quantized(
         _refuse_lazy(module)
         before = fingerprint(module)
         selection = _prepared(module, batches, validation, judge, plan, report)
-    except QuantizationError as failure:
-        return None, replace(report, reason=str(failure))
+    except Exception as failure:  # the code of the user; the training is done, and its result is worth more than this
+        return None, replace(report, reason=told(failure))
     kept = selection.choose()
     if fingerprint(module) != before:
         raise QuantizationError(
@@ -96,6 +104,7 @@ def _prepared(
 ) -> Selection:
     floating = float_copy(module)
     calls = network_calls(copy_module(_as_lightning(floating)), batches)
+    check_float_answers(floating, calls)
     report = replace(
         report,
         layers_total=len(weighted_layers(floating)),
@@ -106,10 +115,9 @@ def _prepared(
     report, no_metric = _with_metric_before(report, floating, validation, judge)
     candidates = []
     for engine in _with_float_ones(planned_engines(plan)):
-        formats = plan.formats
-        if formats is not None and not set(formats) & set(engine.formats):
+        if (missing := why_not(engine, plan)) is not None:
             candidate = Candidate.of(engine)
-            candidate.ends("missing", f"it writes {', '.join(engine.formats)}, not {', '.join(formats)}")
+            candidate.ends("missing", missing)
         else:
             candidate = make_candidate(engine, floating, calls, plan.skip, plan.device)
         candidates.append(candidate)

@@ -7,6 +7,7 @@ tracking library by itself, as ``wandb.log`` does, still does so.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import tempfile
 import warnings
@@ -19,8 +20,10 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core import rank_zero
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
@@ -83,19 +86,20 @@ def validation_metrics(
     datamodule: LightningDataModule | None = None,
     limit_batches: int | None = None,
     device: str = "cpu",
+    in_float32: bool = False,
 ) -> tuple[dict[str, float], int]:
     """The metrics that ``module`` logs in validation, and the number of batches of each loader that were run at most.
 
     ``module`` is a copy that this function may use up. The data hooks of ``datamodule`` are applied; it is not set up
-    or torn down, and stays as it is.
+    or torn down, and stays as it is. ``in_float32`` turns the floating-point tensors of the batches to float32.
     """
     limit = 1.0 if limit_batches is None else limit_batches
     if datamodule is None:
-        trainer = _validate(module, loaders, limit=limit, device=device)
+        trainer = _validate(module, loaders, limit=limit, device=device, in_float32=in_float32)
     else:
         view = _view(datamodule)
         view.val_dataloader = lambda: loaders  # type: ignore[method-assign]
-        trainer = _validate(module, datamodule=view, limit=limit, device=device)
+        trainer = _validate(module, datamodule=view, limit=limit, device=device, in_float32=in_float32)
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
     return values, int(max(cast("Sequence[float]", trainer.num_val_batches), default=0))
 
@@ -120,6 +124,7 @@ def _validate(
     datamodule: LightningDataModule | None = None,
     limit: float = 1.0,
     device: str = "cpu",
+    in_float32: bool = False,
 ) -> Trainer:
     _disarm(module, LightningModule, ("prepare_data", "setup", "teardown", "configure_model", "configure_callbacks"))
     for part in module.modules():
@@ -131,7 +136,7 @@ def _validate(
         trainer = Trainer(
             accelerator=device,
             devices=1,
-            plugins=[LightningEnvironment()],
+            plugins=[LightningEnvironment(), *([_InFloat32()] if in_float32 else [])],
             logger=_NoTracker(folder),
             default_root_dir=folder,
             limit_val_batches=limit,
@@ -143,6 +148,14 @@ def _validate(
         )
         trainer.validate(module, loaders, datamodule=datamodule, verbose=False)
     return trainer
+
+
+class _InFloat32(Precision):
+    """What ``precision="64-true"`` and the like do to batches, for a copy in float32."""
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return apply_to_collection(data, Tensor, lambda t: t.float() if t.is_floating_point() else t, allow_frozen=True)
 
 
 class _Answers:
@@ -248,8 +261,14 @@ def _disarm(target: object, base: type, hooks: Sequence[str]) -> None:
 
 
 def _without_result(function: Callable[..., Any]) -> Callable[[Any, int], None]:
+    try:
+        inspect.signature(function).bind(None, 0)
+        takes_index = True
+    except TypeError:  # a training_step(batch)
+        takes_index = False
+
     def step(batch: Any, batch_idx: int) -> None:
-        function(batch, batch_idx)
+        function(batch, batch_idx) if takes_index else function(batch)
 
     return step
 

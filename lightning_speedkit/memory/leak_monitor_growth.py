@@ -65,7 +65,7 @@ class Samples:
     >>> for step in range(6):
     ...     samples.add(step, (10 * step,))
     >>> list(samples.steps), list(samples.values(0)), samples.stride
-    ([1, 3, 4, 5], [10.0, 30.0, 40.0, 50.0], 2)
+    ([1.0, 3.0, 4.0, 5.0], [10.0, 30.0, 40.0, 50.0], 2)
     """
 
     def __init__(self, counters: int, room: int = 128) -> None:

@@ -54,7 +54,7 @@ def test_the_reckoned_peaks_of_all_sets_are_those_that_the_allocator_records() -
             checkpoint_modules(blocks, chosen)
         peak = allocated_peak(run)
         uncheckpoint_modules(blocks)
-        assert abs(peak - expected) <= 0.03 * plain, chosen
+        assert abs(peak - expected) <= 0.05 * plain, chosen
 
 
 def test_a_verdict_needs_the_peak_and_the_time() -> None:

@@ -181,3 +181,36 @@ def test_full_range_weights_warn_where_products_overflow(folder: Path, monkeypat
     monkeypatch.setattr(artefact_load, "has_exact_int8", lambda: False)
     with pytest.warns(UserWarning, match="made on a CPU with VNNI"):
         load_quantized(folder)
+
+
+def test_formats_are_a_list(made: dict[str, Converted], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"formats must be a list of names, got the string 'onnx'; write \['onnx'\]"):
+        made["onnx"].save(tmp_path, "onnx")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"formats": {}}, "manifest.json is damaged: it names no format"),
+        ({"formats": {"tflite": {"files": []}}}, "is in the format 'tflite'; this version reads state_dict, pt2, onnx"),
+    ],
+)
+def test_a_manifest_without_a_format_that_is_known(change: dict[str, object], said: str, folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(QuantizationError, match=said):
+        load_quantized(folder)
+
+
+@pytest.mark.parametrize("change", [{"parts": []}, {"rest": "other.pt"}])
+def test_a_manifest_that_does_not_vouch_for_a_file_or_names_no_part(change: dict[str, object], folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["formats"]["onnx"].update(change)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(QuantizationError, match=r"manifest\.json is damaged: .*(it names no part|does not vouch for)"):
+        load_quantized(folder)
+
+
+def test_a_class_is_no_float_model(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"takes a float model, such as MyModel\(\), got <class"):
+        load_quantized(folder, nn.Linear)  # type: ignore[arg-type]

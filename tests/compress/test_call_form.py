@@ -6,6 +6,7 @@ import json
 from collections import namedtuple
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,3 +77,16 @@ def test_an_argument_that_is_neither_tensor_nor_plain_is_refused() -> None:
         form_of(_Net(), (torch.ones(1),), {"odd": object()}, torch.ones(1))
     with pytest.raises(QuantizationError, match="without a tensor"):
         form_of(nn.Identity(), (3,), {}, torch.ones(1))
+
+
+def test_an_array_is_refused_as_what_it_is() -> None:
+    form = form_of(nn.Linear(2, 1), (torch.ones(3, 2),), {}, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"was made for the arguments input='<tensor>' and cannot answer input=array"):
+        form.tensors((numpy.ones((3, 2)),), {})
+
+
+@pytest.mark.parametrize("change", [{"parameters": []}, {"parameters": [["input", "WHAT", None, False]]}])
+def test_a_damaged_form_is_refused_when_it_is_read(change: Any) -> None:
+    form = form_of(nn.Linear(2, 1), (torch.ones(3, 2),), {}, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"there is no parameter, or no kind of one, '(input|WHAT)'"):
+        CallForm.from_plain({**form.to_plain(), **change})

@@ -132,3 +132,20 @@ def test_an_error_in_one_line() -> None:
     assert told(ValueError("a\n  b")) == "ValueError: a b"
     assert told(QuantizationError("a\nb")) == "a b"
     assert len(told(ValueError("x" * 1000))) == len("ValueError: ") + 300
+
+
+def test_what_cannot_be_timed_does_not_stop_the_others() -> None:
+    class OnlyOnce(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError
+
+    net = _net()
+    first, second = _made(FakeEngine("a"), net=net), _made(FakeEngine("b"), net=net)
+    assert first.converted is not None
+    first.converted.module = OnlyOnce()
+    batch, one = time_all(net, [first, second], _calls(), "cpu")
+    assert batch is not None
+    assert one is not None
+    assert (first.report.seconds_batch, first.report.seconds_one) == (None, None)
+    assert second.report.seconds_batch is not None
+    assert time_all(OnlyOnce(), [second], _calls(), "cpu") == (None, None)

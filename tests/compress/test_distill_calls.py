@@ -79,3 +79,14 @@ def test_calls_that_a_teacher_cannot_stand_beside_are_refused() -> None:
     x.mul_(2)
     with pytest.raises(MisconfigurationException, match="writes into its input"):
         check_calls([_call("net", {"x": [x]})], versions, "Module")
+
+
+def test_calls_without_gradients_do_not_count() -> None:
+    net = nn.Linear(2, 1)
+    watched = WatchedCalls(net, "", [])
+    with watched.watching() as calls:
+        with torch.no_grad():
+            net(torch.zeros(1, 2))
+        net(torch.ones(3, 2))
+    watched.remove()
+    assert [len(call.output) for call in calls] == [3]

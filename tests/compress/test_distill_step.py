@@ -57,3 +57,15 @@ def test_a_step_that_the_instance_had_comes_back_and_one_that_came_later_stays()
     later = vars(module)["training_step"] = lambda batch, batch_idx: -2
     undo()
     assert vars(module)["training_step"] is later
+
+
+def test_two_around_one_step_are_undone_in_either_order() -> None:
+    for first in (0, 1):
+        module = _Counts()
+        undo = [wrap_training_step(module, _one_more), wrap_training_step(module, _one_more)]
+        assert module.training_step("a", 2) == 22
+        undo[first]()
+        assert module.training_step("a", 2) == 21
+        undo[1 - first]()
+        assert module.training_step("a", 2) == 20
+        assert "training_step" not in vars(module)

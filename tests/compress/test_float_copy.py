@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_speedkit.compress import quantize_model
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint, float_copy, replace_module
@@ -143,3 +144,33 @@ def test_removing_a_parametrization_leaves_the_original_its_own() -> None:
 def test_replacing_the_root_gives_the_new_module() -> None:
     new = nn.ReLU()
     assert replace_module(nn.Linear(1, 1), "", new) is new
+
+
+def test_complex_weights_keep_their_imaginary_part_and_stay_shared() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+            self.same = self.filter
+            self.register_buffer("phase", torch.tensor([1j], dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x) * self.filter * self.phase, n=8) * self.scale
+
+    net, x = Spectral(), torch.randn(3, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of an imaginary part that it drops
+        twin = float_copy(net)
+    assert (twin.filter.dtype, twin.phase.dtype, twin.scale.dtype) == (torch.complex64, torch.complex64, torch.float32)
+    assert twin.same is twin.filter
+    assert isinstance(twin.filter, nn.Parameter)
+    assert (twin.filter.requires_grad, net.filter.requires_grad, net.filter.dtype) == (False, True, torch.complex128)
+    assert torch.allclose(twin(x), net(x.double()).float(), atol=1e-5)
+
+
+def test_a_scripted_module_can_be_copied() -> None:
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 2)))
+    twin = float_copy(nn.Sequential(net, nn.Linear(2, 2)))
+    assert not any(parameter.requires_grad for parameter in twin.parameters())
+    assert all(parameter.requires_grad for parameter in net.parameters())

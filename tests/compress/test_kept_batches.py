@@ -55,3 +55,14 @@ def _trainer(**values: Any) -> Any:
 )
 def test_planned_batches(values: dict[str, Any], calibration: str, planned: float) -> None:
     assert planned_batches(_trainer(**values), calibration) == planned
+
+
+def test_a_fit_that_is_resumed_near_the_end_of_its_epoch_keeps_a_batch() -> None:
+    kept = KeptBatches(3)
+    kept.begin(100)
+    for number in (98, 99):
+        kept.offer(number)
+    assert kept.batches == [98]
+    kept.begin(100)
+    kept.offer(0)
+    assert kept.batches == [0]

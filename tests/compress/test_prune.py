@@ -476,3 +476,19 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Fails(), loader(), loader())
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+def test_weights_that_are_unfrozen_in_the_fit_are_named() -> None:
+    class Unfreezes(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.head.weight.requires_grad_(trainer.current_epoch > 0)
+
+    torch.manual_seed(1)
+    model, pruning = Classifier(), Pruning(0.75, **SETTINGS)
+    model.head.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"leaves 1 weights as they are that were frozen .*\(head.weight\)") as told:
+        _fit([Unfreezes(), pruning], model)
+    assert sum("were frozen" in str(one.message) for one in told) == 1
+    assert int((model.head.weight == 0).sum()) == 0
+    assert pruning.masks is not None
+    assert pruning.masks.counts().keys() == {"blocks.0.linear.weight", "blocks.1.linear.weight"}

@@ -93,3 +93,12 @@ def test_names_are_those_without_compile() -> None:
     assert [name for name, _ in model.named_parameters()] == ["0._orig_mod.weight", "0._orig_mod.bias"]
     assert list(prunable_weights(model)) == ["0.weight"]
     assert plain_name("a.b") == "a.b"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_no_plain_module_says_so() -> None:
+    with pytest.raises(TypeError, match=r"is a torch.nn.Module, got 'net'"):
+        prunable_weights("net")  # type: ignore[arg-type]
+    script: Any = torch.jit.script
+    with pytest.raises(ValueError, match=r"prune before torch.jit.script"):
+        prunable_weights(script(nn.Linear(2, 2)))

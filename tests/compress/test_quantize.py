@@ -413,7 +413,7 @@ def test_nothing_to_quantize_ends_the_fit_with_a_report() -> None:
             return self.net(x).flatten(1)[:, :10]
 
     callback = _callback()
-    with pytest.warns(UserWarning, match="The model stays in float. torch-ao-dynamic: No layer could be"):
+    with pytest.warns(UserWarning, match="The model stays in float. torch-ao-dynamic: No layer can be"):
         _fit(Scalar(), callback, max_epochs=1)
     assert not _report(callback).kept
     assert json.loads(Path("quantized/report.json").read_text())["kept"] is False
@@ -532,6 +532,7 @@ def test_strategies_that_spread_the_model_are_refused() -> None:
         ({"validation_batches": True}, TypeError, "validation_batches must be a whole number, got True"),
         ({"max_metric_drop": "1%"}, TypeError, "max_metric_drop must be a number, got '1%'"),
         ({"max_metric_drop": float("nan")}, ValueError, "got NaN"),
+        ({"skip": [1]}, TypeError, r"skip must be a list of names, got \[1\]"),
         ({"skip": "head"}, TypeError, r"skip must be a list of names, got the string 'head'; write \['head'\]"),
     ],
 )
@@ -723,3 +724,54 @@ def test_the_engine_that_is_fastest_here_is_kept_or_none() -> None:
         with torch.no_grad():
             again = load_quantized("quantized", Digits(mlp()))(x)
             torch.testing.assert_close(again, callback.quantized_model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"skip": ["net.l"]}, ValueError, "skip='net.l' matches no module"),
+        ({"artefacts": ["pt2"]}, MisconfigurationException, "torch-ao-dynamic: it writes state_dict, not pt2"),
+        ({"folder": "s3://bucket"}, MisconfigurationException, "writes to the local disk"),
+    ],
+)
+def test_what_would_only_be_seen_at_the_end_is_said_before_training(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    class Trains(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError
+
+    with pytest.raises(error, match=message):
+        _fit(Trains(mlp()), _callback(**arguments), limit_train_batches=1, limit_val_batches=1)
+
+
+def test_on_a_full_disk_model_and_report_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantize, "write_result", full)
+    callback = _callback(max_metric_drop=1.0)
+    with pytest.raises(OSError, match="No space left"):
+        _fit(Digits(mlp()), callback, limit_train_batches=2, limit_val_batches=1, max_epochs=1)
+    assert callback.quantized_model is not None
+    assert _report(callback).kept
+
+
+def test_double_precision_is_judged_by_its_metric() -> None:
+    x, y = digits()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:128].double(), y[:128]), 64)
+    callback = _callback(max_metric_drop=1.0)
+    quiet_trainer(callbacks=[callback], max_epochs=1, precision="64-true").fit(Digits(mlp()), loader, loader)
+    assert _report(callback).metric is not None
+
+
+def test_a_diverged_model_is_said_to_be_one() -> None:
+    class Diverges(Digits):
+        def on_train_end(self) -> None:
+            for parameter in self.parameters():
+                parameter.data.fill_(float("nan"))
+
+    callback = _callback()
+    with pytest.warns(UserWarning, match="answers the batches with NaN"):
+        _fit(Diverges(mlp()), callback, limit_train_batches=2, limit_val_batches=1, max_epochs=1)
+    assert not _report(callback).kept

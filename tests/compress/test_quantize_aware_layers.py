@@ -91,3 +91,12 @@ def test_schemes_and_bits_that_are_not_allowed(arguments: tuple[Any, Any, Any], 
 def test_schemes_and_bits_that_are_allowed() -> None:
     check_fake_scheme("static-int8", 2, 8)
     check_fake_scheme("weight-only-int4", None, None)
+
+
+def test_a_name_in_skip_that_matches_nothing_is_an_error_and_compiled_ones_match() -> None:
+    with pytest.raises(ValueError, match=r"skip='bodi' matches no module.*Did you mean 'body'"):
+        FakeQuantization(_Net(), skip=["bodi"])
+    compiled = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), backend="eager"))
+    fake = FakeQuantization(compiled, skip=["0.1"])
+    assert fake.layers == ("0._orig_mod.0",)
+    fake.remove()

@@ -127,3 +127,17 @@ def test_the_grid_of_a_tensor_holds_zero_and_its_ends(values: list[float]) -> No
     rounded = fake_quantize_activation(torch.tensor(values), bits=4)
     torch.testing.assert_close(rounded, torch.tensor(by_hand), rtol=1e-5, atol=1e-6)
     assert fake_quantize_activation(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_a_range_is_not_known_before_it_is_finite() -> None:
+    one, other = ActivationRange(bits=8), ActivationRange(bits=8)
+    one.observe(torch.tensor([0.0, torch.inf]))
+    other.observe(torch.tensor([0.0, 1.0]))
+    update_ranges([one, other])
+    assert (one.known, other.known) == (False, True)
+    values = torch.tensor([0.3, 0.7])
+    torch.testing.assert_close(one(values), values, rtol=0, atol=0)
+    one.observe(torch.tensor([0.0, 255.0]))
+    update_ranges([one, other])
+    assert one.known
+    torch.testing.assert_close(one(values), torch.tensor([0.0, 1.0]))

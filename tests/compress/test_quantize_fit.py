@@ -78,7 +78,9 @@ def test_watched_metrics_with_their_modes() -> None:
 def test_validation_is_as_long_as_that_of_the_fit_at_most(
     batches: list[float], limit: int | None, wanted: int | None
 ) -> None:
-    trainer: Any = SimpleNamespace(val_dataloaders=["loader"], num_val_batches=batches, datamodule=None)
+    trainer: Any = SimpleNamespace(
+        val_dataloaders=["loader"], num_val_batches=batches, datamodule=None, precision="32-true"
+    )
     data = validation_data(trainer, limit)
     assert data is not None
     assert (data.loaders, data.datamodule, data.limit_batches) == (["loader"], None, wanted)
@@ -87,3 +89,13 @@ def test_validation_is_as_long_as_that_of_the_fit_at_most(
 def test_a_fit_without_validation_has_no_data() -> None:
     trainer: Any = SimpleNamespace(val_dataloaders=None, num_val_batches=[], datamodule=None)
     assert validation_data(trainer, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("64-true", True), ("bf16-true", True), ("32-true", False), ("16-mixed", False)]
+)
+def test_batches_become_float32_where_the_fit_turned_them_to_its_own_dtype(precision: str, expected: bool) -> None:
+    trainer: Any = SimpleNamespace(val_dataloaders=["l"], num_val_batches=[1], datamodule=None, precision=precision)
+    data = validation_data(trainer, None)
+    assert data is not None
+    assert data.in_float32 is expected

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_speedkit.compress.result_files as result_files
 from lightning_speedkit.compress.report import QuantizationReport
-from lightning_speedkit.compress.result_files import write_result
+from lightning_speedkit.compress.result_files import refuse_folder, write_result
 from lightning_speedkit.errors import MissingExtraError
 from tests.compress.fakes import FakeEngine
 
@@ -78,3 +79,18 @@ def test_without_the_library_for_pages_there_is_a_note(tmp_path: Path, monkeypat
     (note,) = report.notes
     assert note.startswith("There is no report.html: an HTML report needs jinja2")
     assert "pip install 'lightning-speedkit[report]'" in note
+
+
+def test_a_folder_that_nothing_can_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(MisconfigurationException, match=r"s3://bucket/quantized.*Pass folder="):
+        refuse_folder("s3://bucket/quantized")
+    with pytest.raises(MisconfigurationException, match=r"file is a file\."):
+        refuse_folder(str(file / "below"))
+    refuse_folder(str(tmp_path / "new" / "one"))
+    refuse_folder("quantized")
+    assert _names(tmp_path) == ["file"]
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(MisconfigurationException, match="is read-only"):
+        refuse_folder(str(tmp_path / "new"))

@@ -17,6 +17,7 @@ from tests.compress.fakes import FakeEngine, answering, rounded_to
 from tests.compress.models import Digits, digit_loader, digits, mlp
 
 FLOAT = 0.010
+FLOAT_TIMES: tuple[float | None, float | None] = (FLOAT, FLOAT / 10)
 
 
 def _three_layers() -> nn.Module:
@@ -37,13 +38,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     ) -> Any:
         seconds = {engine.name: taken for engine, taken in engines.items()}
 
-        def time_all(baseline: Any, candidates: Any, calls: Any, device: str) -> tuple[float, float]:
+        def time_all(baseline: Any, candidates: Any, calls: Any, device: str) -> tuple[float | None, float | None]:
             for candidate in candidates:
                 if candidate.usable:
                     more = 0.001 * len(candidate.report.float_layers)
                     taken = seconds[candidate.engine.name] + more
                     candidate.report = replace(candidate.report, seconds_batch=taken, seconds_one=taken / 10)
-            return FLOAT, FLOAT / 10
+            return FLOAT_TIMES
 
         monkeypatch.setattr(selection_module, "time_all", time_all)
         monkeypatch.setattr(
@@ -263,3 +264,13 @@ def test_fewest_stops_after_its_trials_with_the_smallest_that_it_knows() -> None
     assert fewest(8, lambda count: asked.append(count) or count >= 5, trials=5) == 6
     assert asked == [1, 2, 4, 8, 6]
     assert fewest(8, lambda count: count >= 5, trials=3) is None
+
+
+def test_where_the_float_network_cannot_be_timed_nothing_is_called_faster(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.FLOAT_TIMES", (None, None))
+    made, report = run({FakeEngine("a"): 0.001})
+    assert made is None
+    assert report.candidates[0].outcome == "slower"
+    assert "the float network could not be timed" in report.reason

@@ -265,3 +265,13 @@ def test_a_copy_whose_weights_cannot_be_hashed_is_still_compared() -> None:
     twin = copying.deepcopy(net)
     twin.register_buffer("sparse", torch.eye(2).to_sparse())
     assert _check(net, twin).passed
+
+
+def test_nan_is_told_by_its_name_whoever_answers_with_it() -> None:
+    net = _net()
+    found = _check(net, _changed(net, lambda _, plain, x: plain(x) * float("nan")))
+    assert (found.trap, found.message) == ("wrong outputs", "wrong outputs: its outputs are not finite")
+    with torch.no_grad():
+        net[1].bias.fill_(float("nan"))  # type: ignore[index, union-attr, operator]
+    found = _check(net, copying.deepcopy(net))
+    assert (found.trap, "the float model itself answers with NaN" in found.message) == ("wrong outputs", True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_speedkit.compress.quantize import QuantizeOnFitEnd
 from lightning_speedkit.compress.shrink import StructuredPruning, load_shrunk, resize_to, shrink_model
+from lightning_speedkit.errors import SpeedkitError
 from tests.compress.models import ConvNet, Digits, digit_loader, digits, quiet_trainer
 from tests.compress.shrink_models import Residual, Transformer, images, randomised
 from tests.two_ranks import on_two_ranks
@@ -424,3 +425,38 @@ def test_a_second_shrink_counts_from_the_first_width() -> None:
     shrink_model(model, images(), 0.5)
     assert model.inner.out_channels == 6
     assert shrink_model(model, images(), 0.5).layers == {}
+
+
+def test_a_misspelt_name_in_skip_is_an_error_before_anything_is_cut() -> None:
+    with pytest.raises(ValueError, match=r"skip='frist' matches no module.*Did you mean 'first'"):
+        shrink_model(Wide(), images(), skip=["frist"])
+    with pytest.raises(ValueError, match=r"skip='first' matches no module.*Did you mean 'net.first'"):
+        _fit(WideDigits(), StructuredPruning(skip=["first"]), max_epochs=1)
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    callback, model = StructuredPruning(0.5, folder=str(tmp_path / "file" / "folder")), WideDigits()
+    with pytest.warns(UserWarning, match="could not write its report to .*Not a directory"):
+        _fit(model, callback, max_epochs=2)
+    assert _widths(model) == HALF
+    assert callback.report is not None
+    second = StructuredPruning(0.5)
+    with pytest.warns(UserWarning, match="Nothing was removed: an earlier fit has removed as much"):
+        _fit(model, second, max_epochs=2)
+
+
+def test_a_network_that_cannot_be_called_alone_says_what_to_do() -> None:
+    class Alone(WideDigits):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            assert self.trainer.training
+            return super().training_step(batch, batch_idx)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.trainer.training
+            return super().forward(x)
+
+        validation_step = None  # type: ignore[assignment]
+
+    with pytest.raises(SpeedkitError, match=r"cannot call the network by itself.*use shrink_model.. before the fit"):
+        quiet_trainer(callbacks=[StructuredPruning(0.5)], max_epochs=2).fit(Alone(), digit_loader(0, 128))

@@ -75,3 +75,10 @@ def test_a_network_that_cannot_be_followed_is_named() -> None:
 
     with pytest.raises(SpeedkitError, match=r"The graph of Detached could not be followed .*no output depends on"):
         find_groups(Detached(), CALLS)
+
+
+def test_skip_holds_what_is_inside_a_named_module() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6)), nn.Linear(6, 4), nn.Linear(4, 2))
+    groups, reasons = find_groups(randomised(net), [Call("", (torch.ones(2, 8),), {})], skip=["0"])
+    assert [group.name for group in groups] == ["1"]
+    assert (reasons["0.0"], reasons["0.1"]) == ("named in skip", "named in skip")

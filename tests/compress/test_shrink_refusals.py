@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from lightning_speedkit.compress.shrink import StructuredPruning
-from lightning_speedkit.compress.shrink_refusals import refuse_judging, refuse_module, refuse_run
+from lightning_speedkit.compress.shrink_refusals import refuse_judging, refuse_module, refuse_optimizers, refuse_run
 
 
 def _trainer(strategy: Any = None, *callbacks: Any) -> Any:
@@ -91,3 +91,15 @@ def test_the_metric_is_the_one_that_is_watched() -> None:
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         StructuredPruning(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_cut_at_all() -> None:
+    script: Any = torch.jit.script
+    with pytest.raises(MisconfigurationException, match="is scripted, and cannot be cut"):
+        refuse_module(script(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"is a torch.nn.Module, got 'net'"):
+        refuse_module("net")  # type: ignore[arg-type]
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(MisconfigurationException, match="LBFGS keeps the sizes of all parameters in one piece"):
+        refuse_optimizers([torch.optim.Adam([weight]), torch.optim.LBFGS([weight])])

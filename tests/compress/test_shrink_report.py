@@ -45,3 +45,8 @@ def test_json_and_numbers_hold_what_was_measured() -> None:
     assert report.numbers()["shrink/flops_after"] == 500_000.0
     assert "shrink/metric_drop" not in report.numbers()
     assert "shrink/undone" not in report.numbers()
+
+
+def test_a_run_that_was_shrunk_before_it_was_resumed_is_not_told_as_whole() -> None:
+    report = ShrinkReport(layers={"a": [4, 2]}, metric="val_acc", metric_before=0.9, metric_after=0.8)
+    assert report.describe() == "Shrunk 1 layers in an earlier part of the run, val_acc 0.9 -> 0.8."

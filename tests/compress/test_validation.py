@@ -291,3 +291,34 @@ def test_what_a_step_gives_to_its_tracker_goes_nowhere() -> None:
     assert metrics["label"] == 3.0
     assert not folders[0].exists()
     assert list(Path().iterdir()) == []
+
+
+def test_batches_in_float64_fit_a_copy_in_float32_if_that_is_asked() -> None:
+    class Measures(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert batch[1].dtype == torch.int64
+            self.log("mean", self.net(batch[0]).mean())
+
+    batches = _loader([torch.ones(3, 2, dtype=torch.float64), torch.ones(3, dtype=torch.int64)])
+    module = Measures()
+    metrics, _ = validation_metrics(copy_module(module), batches, in_float32=True)
+    assert metrics["mean"] == pytest.approx(float(module.net(torch.ones(3, 2)).mean()))
+    with pytest.raises(RuntimeError, match="dtype"):
+        validation_metrics(copy_module(module), batches)
+
+
+def test_a_training_step_without_an_index_is_run() -> None:
+    class NoIndex(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Bilinear(2, 2, 1)
+
+        def training_step(self, batch: Any) -> Tensor:
+            return self.net(*batch).mean()
+
+    (call,) = network_calls(NoIndex(), [[torch.ones(3, 2), torch.ones(3, 2)]])
+    assert (call.name, len(call.args)) == ("net", 2)

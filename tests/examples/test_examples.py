@@ -19,6 +19,8 @@ WORDS = {
     "find_learning_rate.py": ["--fast", "--plot", "../curve.svg"],
 }
 SAYS = {
+    "distill_and_round.py": r"3 layers trained with rounding, 3 in int8.*teacher: .* 0\.9.*taught, int8: .* 0\.[89]",
+    "quantize_on_fit_end.py": r"Quantized to dynamic-int8.*torch-ao-dynamic: kept.*report.html.*answers alike: True",
     "lighten_and_distill.py": r"layers replaced.*accuracy: 0\.9\d+ before, .* after 2 epochs.*weights load into",
     "prune_and_quantize.py": r"whole: 0 of 84480 .*80 % zeros: 67584 of 84480 .*half of the units: ",
     "big_batch_little_memory.py": r"1000 characters: .* at once: \d+\s.* differ by at most (0\.0e|[\d.]+e-0[6-9])",
@@ -63,7 +65,8 @@ def test_example_runs_and_leaves_nothing_behind(script: Path, tmp_path: Path, ru
     told = output.read_text()
     assert code == "0", told
     assert re.search(SAYS.get(script.name, "samples/s"), told, re.DOTALL), told
-    assert list(temporary.iterdir()) == []
+    left = [path for path in temporary.iterdir() if path.name != ".ses"]  # onnxruntime writes that when imported
+    assert left == []
     assert list(work.iterdir()) == []
     assert (tmp_path / "curve.svg").exists() == ("../curve.svg" in words)
 

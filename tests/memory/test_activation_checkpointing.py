@@ -396,7 +396,14 @@ def test_beside_an_average_pruning_and_quantization(
         module, spy, average = Module(), Spy(), AverageWeights("ema", decay=0.5)
         pruned = [(module.network.get_submodule(f"{block}.body.4"), "weight") for block in (1, 2)]
         pruning = ModelPruning("l1_unstructured", pruned, amount=0.5, use_lottery_ticket_hypothesis=False)
-        quantize = QuantizeOnFitEnd("dynamic", monitor="loss", mode="min", max_metric_drop=10.0, folder=f"int8-{name}")
+        quantize = QuantizeOnFitEnd(
+            backend="torch-ao-dynamic",
+            objective="size",
+            monitor="loss",
+            mode="min",
+            max_metric_drop=10.0,
+            folder=f"int8-{name}",
+        )
         callbacks = [*own, average, pruning, quantize, spy][::order]
         _trainer(*callbacks, num_sanity_val_steps=0).fit(module)
         assert _checkpointed(module) == []

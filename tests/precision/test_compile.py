@@ -108,7 +108,7 @@ def test_a_compiled_run_equals_the_plain_one_and_says_what_it_cost() -> None:
 
 def test_nothing_is_left_after_the_run_and_a_second_one_compiles_again() -> None:
     callback, model = CompileModel(backend="eager", eager_steps=0), Module()
-    names = list(model.state_dict())
+    names, listeners = list(model.state_dict()), list(torch._dynamo.callback.callback_handler.start_callbacks)
     for _ in range(2):
         _fit(callback, model=model)
         assert callback.report is not None
@@ -116,7 +116,7 @@ def test_nothing_is_left_after_the_run_and_a_second_one_compiles_again() -> None
         assert callback.paths == ()
         assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
     assert list(model.state_dict()) == names
-    assert torch._dynamo.callback.callback_handler.start_callbacks == []
+    assert torch._dynamo.callback.callback_handler.start_callbacks == listeners
 
 
 def test_during_the_run_names_and_classes_stay_and_copies_are_plain() -> None:
@@ -218,11 +218,11 @@ def test_after_an_exception_the_module_is_plain() -> None:
             super().training_step(batch, batch_idx)
             raise ZeroDivisionError
 
-    model = Fails()
+    model, listeners = Fails(), list(torch._dynamo.callback.callback_handler.end_callbacks)
     with pytest.raises(ZeroDivisionError):
         _fit(CompileModel(backend="eager", eager_steps=0), model=model)
     assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
-    assert torch._dynamo.callback.callback_handler.end_callbacks == []
+    assert torch._dynamo.callback.callback_handler.end_callbacks == listeners
 
 
 def test_a_module_that_is_never_called_is_told() -> None:
