@@ -21,7 +21,7 @@ __all__ = ["fp8_inference", "int8_inference", "quantize_on_fit_end", "two_of_fou
 
 def quantize_on_fit_end(run: CaseRun) -> None:
     """The float model of a fit on the device is what it would be without, and the int8 copy is near it."""
-    net, data = net_and_rows(run, steps=10, width=256)
+    net, data = net_and_rows(run, steps=10, width=256, tiny=64)
     with_it, without = Net(copy.deepcopy(net)), Net(copy.deepcopy(net))
     devices: list[str] = []
     with_it.net.register_forward_hook(lambda *called: devices.append(called[-1].device.type))

@@ -141,10 +141,12 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def net_and_rows(run: CaseRun, steps: int, rows: int = 8, width: int = 512) -> tuple[nn.Module, Dataset[Any]]:
+def net_and_rows(
+    run: CaseRun, steps: int, rows: int = 8, width: int = 512, tiny: int = 8
+) -> tuple[nn.Module, Dataset[Any]]:
     """A small MLP (seeded, on the CPU, for a Trainer) and its data for so many steps of ``rows`` rows."""
     torch.manual_seed(0)
-    width = run.pick(8, width)
+    width = run.pick(tiny, width)
     net = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.LayerNorm(2 * width), nn.Linear(2 * width, width))
     return net, TensorDataset(torch.randn(steps * rows, width, generator=torch.Generator().manual_seed(2)))
 
