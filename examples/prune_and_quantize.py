@@ -9,6 +9,7 @@ does int8 on a CPU. The module that was trained stays in float, so that it can b
 
 import argparse
 import io
+import tempfile
 import zlib
 
 import torch
@@ -62,15 +63,15 @@ def main() -> None:
     }
     for name, callbacks in ways.items():
         seed_everything(0, verbose=False)
-        quantize = QuantizeOnFitEnd(max_metric_drop=0.02)
-        trainer = Trainer(max_epochs=epochs, callbacks=[*callbacks, quantize], enable_progress_bar=False, **quiet)
-        model = Classifier()
-        trainer.fit(model, loader("train"), loader("val"))
+        quantize, model = QuantizeOnFitEnd(max_metric_drop=0.02), Classifier()
+        with tempfile.TemporaryDirectory() as folder:
+            quiet |= {"default_root_dir": folder, "enable_progress_bar": False}
+            trainer = Trainer(max_epochs=epochs, callbacks=[*callbacks, quantize], **quiet)
+            trainer.fit(model, loader("train"), loader("val"))
         weights = [layer.weight for layer in model.net if isinstance(layer, nn.Linear)]
         zeros, total = sum(int((w == 0).sum()) for w in weights), sum(w.numel() for w in weights)
-        accuracy = trainer.callback_metrics["val_acc"]
-        print(f"{name}: {zeros} of {total} weights are zero, validation accuracy {accuracy:.3f},", end=" ")
-        print(f"{zipped_bytes(model)} bytes zipped")
+        accuracy, size = trainer.callback_metrics["val_acc"], zipped_bytes(model)
+        print(f"{name}: {zeros} of {total} weights are zero, accuracy {accuracy:.3f}, {size} bytes zipped")
         print(f"  {quantize.report.describe()}")
 
 
