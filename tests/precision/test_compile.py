@@ -24,6 +24,11 @@ from tests.two_ranks import on_two_ranks
 _FEATURES, _ROWS = 6, 8
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch._dynamo.reset()  # a code object that many tests have compiled would run eagerly from here on
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
