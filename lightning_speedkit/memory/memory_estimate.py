@@ -38,6 +38,7 @@ from lightning_speedkit.memory.memory_estimate_copy import (
 from lightning_speedkit.memory.memory_estimate_optimizer import make_optimizers
 from lightning_speedkit.memory.memory_estimate_refusals import telling_what_to_do
 from lightning_speedkit.memory.memory_estimate_step import loss_of
+from lightning_speedkit.memory.memory_estimate_workspace import RecurrentWorkspaces
 from lightning_speedkit.report import Table
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
@@ -187,7 +188,7 @@ def _run(
     lightning = hasattr(module, "training_step")
     autocast = torch.autocast(device.type, precision.autocast) if precision.autocast else contextlib.nullcontext()
     peaks: dict[_Phase, int] = {}
-    with LiveBytes() as live:
+    with RecurrentWorkspaces(), LiveBytes() as live:
         for _ in range(2):
             if not lightning:
                 module.zero_grad()

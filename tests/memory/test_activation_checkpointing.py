@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -376,11 +384,14 @@ def test_a_checkpoint_of_the_run_loads_into_the_plain_model(tmp_path: Path) -> N
     _trainer(ActivationCheckpointing(), max_epochs=2).fit(module, ckpt_path=saver.best_model_path, weights_only=True)
 
 
-def test_beside_an_average_of_the_weights() -> None:
+@pytest.mark.parametrize(
+    "average", [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(0.05, 0.5)]
+)
+def test_beside_an_average_of_the_weights(average: Callable[[], Callback]) -> None:
     runs = []
     for callbacks in ([], [ActivationCheckpointing()]):
         module = Module()
-        _trainer(*callbacks, EMAWeightAveraging(decay=0.5)).fit(module)
+        _trainer(*callbacks, average()).fit(module)
         runs.append(_values(module))
     assert _equal(*runs)
 
