@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.digits_networks import accuracy, digits
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 _FUNCTION = "benchmarks.lighten:measure"
@@ -99,17 +100,14 @@ def _network(net: str) -> Any:
 
 
 def _data(net: str) -> Any:
-    import torch
     from torch.nn.functional import interpolate
 
-    from lightning_speedkit.demo.digits import load_digits, split_indices
-
-    images, labels = (torch.from_numpy(part) for part in load_digits())
     parts = []
     for split in ("train", "test"):
-        chosen = images[split_indices(split)].float() / 16 - 0.3
-        shaped = interpolate(chosen[:, None], size=32, mode="bilinear") if net == "CNN" else chosen.flatten(1)
-        parts.append((shaped, labels[split_indices(split)].long()))
+        images, labels = digits(split)
+        images = images - 0.3
+        shaped = interpolate(images, size=32, mode="bilinear") if net == "CNN" else images.flatten(1)
+        parts.append((shaped, labels))
     return parts
 
 
@@ -137,7 +135,7 @@ def _accuracy(net: Any, data: Any) -> float:
     import torch
 
     with torch.no_grad():
-        return float((net.eval()(data[0]).argmax(1) == data[1]).float().mean())
+        return accuracy(net.eval()(data[0]), data[1])
 
 
 def variants(smoke: bool = False) -> list[Variant]:

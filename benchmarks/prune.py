@@ -12,11 +12,11 @@ forward of 32 digits on one thread, where zeros bring nothing, and ``seconds_per
 from __future__ import annotations
 
 import io
-import statistics
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.digits_networks import accuracy, digits, median_seconds
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 if TYPE_CHECKING:
@@ -35,25 +35,26 @@ def measure(way: str, sparsity: float, epochs: int, width: int, calls: int) -> d
     from lightning_speedkit.compress.prune import Pruning, prune_weights
 
     torch.manual_seed(0)
-    images, labels = _split("train")
+    images, labels = digits("train")
     callbacks: list[Callback] = []
     if way == "lightning":
         callbacks = [ModelPruning("l1_unstructured", amount=sparsity, make_pruning_permanent=True, verbose=0)]
     elif way in ("magnitude", "movement"):
         callbacks = [Pruning(sparsity, way)]
-    net, seconds = _trained(images, labels, callbacks, epochs, width)
+    net, seconds = _trained(images.flatten(1), labels, callbacks, epochs, width)
     if way == "one-shot":
         prune_weights(net, sparsity)
-    images, labels = _split("test")
+    images, labels = digits("test")
+    images = images.flatten(1)
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
     weights = [layer.weight for layer in net.modules() if isinstance(layer, torch.nn.Linear)]
     with torch.no_grad():
         return {
-            "test_accuracy": float((net(images).argmax(dim=1) == labels).float().mean()),
+            "test_accuracy": accuracy(net(images), labels),
             "zero_share": sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights),
             "zipped_bytes": len(zlib.compress(file.getvalue())),
-            "seconds_forward": _median_seconds(net, images[:_BATCH], calls),
+            "seconds_forward": median_seconds(net, images[:_BATCH], calls),
             "seconds_per_step": seconds,
         }
 
@@ -85,24 +86,6 @@ def _trained(
     start = time.perf_counter()
     trainer.fit(model, data)
     return model.net.eval(), (time.perf_counter() - start) / trainer.global_step
-
-
-def _split(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    from lightning_speedkit.demo.digits import load_digits, split_indices
-
-    images, labels = (torch.from_numpy(array[split_indices(name)]) for array in load_digits())
-    return images.float().flatten(1) / 16, labels.long()
-
-
-def _median_seconds(net: nn.Module, images: torch.Tensor, calls: int) -> float:
-    seconds = []
-    for _ in range(calls + 3):
-        start = time.perf_counter()
-        net(images)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[3:])
 
 
 def variants(smoke: bool = False) -> list[Variant]:

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.digits_networks import accuracy, digits, median_seconds, train_epoch
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 if TYPE_CHECKING:
@@ -58,26 +57,26 @@ def measure(
     from lightning_speedkit.compress.float_copy import float_copy
     from lightning_speedkit.compress.quality import relative_error
 
-    model = _trained(network, epochs, limit, Path(weights))
+    model = trained_network(network, epochs, limit, Path(weights))
     asked: Any = model
     if engine is None:
         with tempfile.TemporaryDirectory() as folder:
             torch.save(model.state_dict(), Path(folder, "model.pt"))
             size = Path(folder, "model.pt").stat().st_size
     else:
-        images, _ = _split(network, "train", limit)
+        images, _ = network_digits(network, "train", limit)
         batches = [Call("", (batch,), {}) for batch in images[: 8 * _BATCH].split(_BATCH)]
         converted = engine_named(engine).convert(float_copy(model), batches)
         asked, size = converted.module, converted.bytes
-    images, labels = _split(network, "test", limit)
+    images, labels = network_digits(network, "test", limit)
     with torch.no_grad():
         scores = torch.cat([asked(batch) for batch in images.split(_BATCH)])
         expected = torch.cat([model(batch) for batch in images.split(_BATCH)])
         return {
             "bytes": size,
-            "seconds_batch_1": _median_seconds(asked, images[:1], calls),
-            "seconds_batch_32": _median_seconds(asked, images[:_BATCH], calls),
-            "test_accuracy": float((scores.argmax(dim=1) == labels).float().mean()),
+            "seconds_batch_1": median_seconds(asked, images[:1], calls),
+            "seconds_batch_32": median_seconds(asked, images[:_BATCH], calls),
+            "test_accuracy": accuracy(scores, labels),
             "relative_error": relative_error([expected], [scores]),
         }
 
@@ -129,23 +128,23 @@ def _network(name: str) -> nn.Module:
     return Recurrent() if name == "LSTM" else Encoder()
 
 
-def _split(network: str, split: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def network_digits(network: str, split: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The digits of a split as ``network`` reads them."""
     import numpy
     import torch
 
     from lightning_speedkit.demo.digits import load_digits, render_digit, split_indices, to_network_input
 
-    images, labels = load_digits()
-    indices = split_indices(split)[:limit]
+    inputs, labels = digits(split, limit)
     if network == "DigitNet" or network in TIMM:
-        pixels = torch.stack([torch.from_numpy(numpy.array(render_digit(images[index]))) for index in indices])
-        inputs = to_network_input(pixels)
-    else:
-        inputs = torch.from_numpy(images[indices]).float() / 16
-    return inputs.unsqueeze(1), torch.from_numpy(labels[indices]).long()
+        images = load_digits()[0][split_indices(split)[:limit]]
+        pixels = torch.stack([torch.from_numpy(numpy.array(render_digit(image))) for image in images])
+        inputs = to_network_input(pixels).unsqueeze(1)
+    return inputs, labels
 
 
-def _trained(network: str, epochs: int, limit: int | None, folder: Path) -> nn.Module:
+def trained_network(network: str, epochs: int, limit: int | None, folder: Path) -> nn.Module:
+    """The network with the weights that ``folder`` has, or is given now."""
     import torch
 
     torch.manual_seed(0)
@@ -154,30 +153,12 @@ def _trained(network: str, epochs: int, limit: int | None, folder: Path) -> nn.M
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
-    images, labels = _split(network, "train", limit)
+    images, labels = network_digits(network, "train", limit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.train()
     for _ in range(epochs):
-        for indices in torch.randperm(len(images)).split(_TRAIN_BATCH):
-            loss = torch.nn.functional.cross_entropy(model(images[indices]), labels[indices])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        train_epoch(model, optimizer, images, labels, _TRAIN_BATCH)
     torch.save(model.state_dict(), path)
     return model.eval()
-
-
-def _median_seconds(model: nn.Module, batch: torch.Tensor, calls: int) -> float:
-    """The median over ``calls`` calls, or over as many as fit into four seconds."""
-    for _ in range(max(3, calls // 20)):
-        model(batch)
-    seconds: list[float] = []
-    end = time.perf_counter() + 4.0
-    while len(seconds) < calls and (len(seconds) < 5 or time.perf_counter() < end):
-        start = time.perf_counter()
-        model(batch)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def variants(

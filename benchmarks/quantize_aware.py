@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from benchmarks.digits_networks import digits
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def measure(network: str, bits: int, aware: bool, epochs: int, limit: int | None
     seed = _seeds[name] = _seeds.get(name, -1) + 1
     torch.manual_seed(seed)
     net = _network(network)
-    images, labels = _split("train", limit)
+    images, labels = digits("train", limit)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     steps = epochs * -(-len(images) // _BATCH)
     start, step, began = steps - max(1, steps // 5), 0, 0.0
@@ -70,7 +71,7 @@ def _accuracies(net: nn.Module, bits: int, images: torch.Tensor) -> dict[str, fl
 
     from lightning_speedkit.compress.quantize_aware import FakeQuantization
 
-    inputs, labels = _split("test", None)
+    inputs, labels = digits("test")
     with torch.no_grad():
         plain = net(inputs).argmax(dim=1)
         fake = FakeQuantization(net, weight_bits=bits)
@@ -96,16 +97,6 @@ def _network(name: str) -> nn.Module:
     first = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     second = [nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(256, 10))
-
-
-def _split(split: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    from lightning_speedkit.demo.digits import load_digits, split_indices
-
-    images, labels = load_digits()
-    indices = split_indices(split)[:limit]
-    return torch.from_numpy(images[indices]).float().unsqueeze(1) / 16, torch.from_numpy(labels[indices]).long()
 
 
 def variants(epochs: int = 20, limit: int | None = None) -> list[Variant]:

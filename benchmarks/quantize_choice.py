@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.digits_networks import accuracy
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
-from benchmarks.quantize import EPOCHS, TIMM
+from benchmarks.quantize import EPOCHS, TIMM, network_digits, trained_network
 
 _FUNCTION = "benchmarks.quantize_choice:measure"
 _BATCH = 32
@@ -34,7 +35,6 @@ def measure(
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
-    from benchmarks.quantize import _split, _trained
     from lightning_speedkit import QuantizeOnFitEnd, load_quantized
 
     class Trained(LightningModule):
@@ -58,12 +58,12 @@ def measure(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    module = Trained(_trained(network, epochs, limit, Path(weights)))
+    module = Trained(trained_network(network, epochs, limit, Path(weights)))
     train, val = (
-        DataLoader(TensorDataset(*_split(network, split, limit)), _BATCH, drop_last=split == "train")
+        DataLoader(TensorDataset(*network_digits(network, split, limit)), _BATCH, drop_last=split == "train")
         for split in ("train", "val")
     )
-    images, labels = _split(network, "test", limit)
+    images, labels = network_digits(network, "test", limit)
     with tempfile.TemporaryDirectory() as folder:
         callback = QuantizeOnFitEnd(objective=objective, max_metric_drop=0.01, folder=folder)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -92,8 +92,8 @@ def measure(
         "times_faster": times,
         "bytes_before": float(report.bytes_before or 0),
         "bytes_after": float((report.bytes_after if report.kept else report.bytes_before) or 0),
-        "test_accuracy_before": float((before.argmax(dim=1) == labels).float().mean()),
-        "test_accuracy": float((after.argmax(dim=1) == labels).float().mean()),
+        "test_accuracy_before": accuracy(before, labels),
+        "test_accuracy": accuracy(after, labels),
         "float_layers": float(len(report.float_layers)),
         "seconds": took,
     }

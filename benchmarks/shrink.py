@@ -10,10 +10,9 @@ forward on one thread, ``test_accuracy`` is that on the digits of the test split
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import TYPE_CHECKING
 
+from benchmarks.digits_networks import accuracy, digits, median_seconds, train_epoch
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
 
 if TYPE_CHECKING:
@@ -38,19 +37,19 @@ def measure(network: str, way: str, epochs: int, calls: int, limit: int | None =
     torch.manual_seed(0)
     model = _network(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    images, labels = _split("train", limit)
+    images, labels = digits("train", limit)
     for epoch in range(epochs + _EPOCHS_AFTER):
         if epoch == epochs and way == "shrunk":
             shrink_model(model, images[:2], 0.5, optimizers=[optimizer])
-        _train_epoch(model, optimizer, images, labels)
+        train_epoch(model, optimizer, images, labels, _BATCH)
     model.eval()
-    images, labels = _split("test", limit)
+    images, labels = digits("test", limit)
     with torch.no_grad():
         return {
-            "seconds_batch_1": _median_seconds(model, images[:1], calls),
-            "seconds_batch_32": _median_seconds(model, images[:_BATCH], calls),
+            "seconds_batch_1": median_seconds(model, images[:1], calls),
+            "seconds_batch_32": median_seconds(model, images[:_BATCH], calls),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "test_accuracy": float((model(images).argmax(dim=1) == labels).float().mean()),
+            "test_accuracy": accuracy(model(images), labels),
         }
 
 
@@ -93,40 +92,6 @@ def _convolution(before: int, after: int) -> list[nn.Module]:
     from torch import nn
 
     return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-
-
-def _split(split: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    from lightning_speedkit.demo.digits import load_digits, split_indices
-
-    images, labels = load_digits()
-    indices = split_indices(split)[:limit]
-    return torch.from_numpy(images[indices]).float().unsqueeze(1) / 16, torch.from_numpy(labels[indices]).long()
-
-
-def _train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor
-) -> None:
-    import torch
-
-    model.train()
-    for indices in torch.randperm(len(images)).split(_BATCH):
-        loss = torch.nn.functional.cross_entropy(model(images[indices]), labels[indices])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _median_seconds(model: nn.Module, batch: torch.Tensor, calls: int) -> float:
-    for _ in range(max(3, calls // 10)):
-        model(batch)
-    seconds = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        model(batch)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def variants(calls: int = 300, epochs: int | None = None, limit: int | None = None) -> list[Variant]:

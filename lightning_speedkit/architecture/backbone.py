@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,6 +28,7 @@ from lightning_speedkit.architecture.backbone_limits import checked_budget, chec
 from lightning_speedkit.architecture.backbone_table import Backbone, BackboneTable
 from lightning_speedkit.measure.hardware import read_hardware
 from lightning_speedkit.measure.out_of_memory import is_out_of_memory, release_memory
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 from lightning_speedkit.measure.versions import read_versions
 
 __all__ = ["pick_backbone"]
@@ -95,7 +95,12 @@ def pick_backbone(
     rows: dict[str, dict[str, Any]] = {name: {} for name in names}
     running: dict[str, Measured] = {}
     start = time.perf_counter()
-    with _shown(len(names), progress) as show, isolate_rng(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        _shown(len(names), progress) as show,
+        own_random_numbers(place),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         for number, name in enumerate(names):
             show(name)
             row = rows[name]

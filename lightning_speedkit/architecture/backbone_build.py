@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_speedkit.errors import MissingExtraError
+from lightning_speedkit.errors import MissingExtraError, nearest_names
 
 __all__ = ["FAMILIES", "build_backbone", "checked_names", "checked_task", "published_accuracies"]
 
@@ -191,9 +190,9 @@ def _near(name: str, known: Sequence[str]) -> str:
     """Did you mean: the same network in a library, or the nearest names."""
     model = name.rpartition(":")[2].lower()
     found = [one for one in reversed(known) if one.rpartition(":")[2] == model]
-    found += difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.7)
+    found += nearest_names(name, known, most=3, cutoff=0.7)
     by_model = {one.rpartition(":")[2]: one for one in known}
-    found += [by_model[near] for near in difflib.get_close_matches(model, by_model, n=3, cutoff=0.7)]
+    found += [by_model[near] for near in nearest_names(model, by_model, most=3, cutoff=0.7)]
     found = list(dict.fromkeys(found))[:3]
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_speedkit.architecture.backbone_memory import peak_mib, wait_for
+from lightning_speedkit.measure.flops import count_flops
 
-__all__ = ["Measured", "count_flops", "count_parameters"]
+__all__ = ["Measured", "count_parameters"]
 
 _CALLS = 3  # timed calls of one image in a round; of a batch one
 
@@ -27,23 +26,6 @@ def count_parameters(model: nn.Module) -> int:
     8
     """
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def count_flops(model: nn.Module, image: Tensor) -> int:
-    """The FLOPs of one forward in eval mode: two for each multiplication with addition in convolutions and products.
-
-    Attention is counted by its products, whatever kernel computes it otherwise. What is no product (norms,
-    activations, pooling) counts nothing.
-
-    >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3))
-    12
-    """
-    was = model.training
-    # A fused kernel is no product to the counter; MultiheadAttention takes one where no gradient is asked for.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        model.eval()(image)
-    model.train(was)
-    return int(counter.get_total_flops())
 
 
 @dataclass(slots=True)
@@ -70,7 +52,8 @@ class Measured:
 
     def flops(self) -> int:
         """Of one image."""
-        return count_flops(self.model, self._images(1))
+        self.model.eval()
+        return count_flops(lambda: self._infer(self._images(1)))
 
     def memory(self) -> tuple[float | None, float | None]:
         """The peaks of an inference and of a training step with a batch, in MiB; both are run twice."""

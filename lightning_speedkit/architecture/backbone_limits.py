@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
+
+from lightning_speedkit.errors import did_you_mean
 
 __all__ = ["COSTS", "HIGHER_IS_BETTER", "LIMITS", "OBJECTIVES", "checked_budget", "checked_objective"]
 
@@ -37,8 +38,7 @@ def checked_objective(objective: str) -> str:
     'memory'
     """
     if objective not in OBJECTIVES:
-        near = difflib.get_close_matches(str(objective), OBJECTIVES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(objective, OBJECTIVES, most=1)
         raise ValueError(f"objective={objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}.{hint}")
     return objective
 
@@ -55,8 +55,7 @@ def checked_budget(budget: Mapping[str, float] | None) -> dict[str, float]:
         raise TypeError(f"budget={budget!r} must be a dict, such as {{'max_latency_ms': 5.0}}.")
     for limit, value in budget.items():
         if limit not in LIMITS:
-            near = difflib.get_close_matches(str(limit), LIMITS, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(limit, LIMITS, most=1, cutoff=0.4)
             raise ValueError(f"budget: {limit!r} is no limit.{hint} There are {', '.join(LIMITS)}.")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from torch import nn
 from lightning_speedkit.architecture.backbone_build import build_backbone
 from lightning_speedkit.architecture.backbone_limits import COSTS, HIGHER_IS_BETTER, LIMITS, OBJECTIVES
 from lightning_speedkit.architecture.backbone_report import backbone_document, draw_front
+from lightning_speedkit.errors import did_you_mean
 from lightning_speedkit.registry import Part
 from lightning_speedkit.report import Document, Table, format_number
 
@@ -130,8 +130,7 @@ class BackboneTable:
         """The row of that name."""
         found = next((row for row in self.rows if row.name == name), None)
         if found is None:
-            near = difflib.get_close_matches(name, self.names, n=1)
-            raise KeyError(f"{name!r} is not a candidate.{f' Did you mean {near[0]!r}?' if near else ''}")
+            raise KeyError(f"{name!r} is not a candidate.{did_you_mean(name, self.names, most=1)}")
         return found
 
     def __iter__(self) -> Iterator[Backbone]:
@@ -182,8 +181,7 @@ class BackboneTable:
         """
         unknown = [name for name in accuracies if name not in self.names]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], self.names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(unknown[0], self.names, most=1)
             raise ValueError(f"accuracies: {unknown[0]!r} is not a candidate.{hint}")
         for name, value in accuracies.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -29,11 +29,11 @@ from lightning_speedkit.architecture.lighten_measure import (
     device_of,
     evaluating,
     float_outputs,
-    own_random_numbers,
     paired_seconds,
     record_uses,
 )
 from lightning_speedkit.architecture.lighten_report import LightenReport, LighterLayer, read_plan
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["apply_plan", "lighten"]
 

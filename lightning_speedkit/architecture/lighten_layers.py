@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -14,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_speedkit.architecture.depthwise import separate_convolution
 from lightning_speedkit.architecture.low_rank import factor_linear
+from lightning_speedkit.errors import did_you_mean
 
 __all__ = ["copy_model", "find_layers", "lighter_layer", "replace_layers_"]
 
@@ -153,8 +153,7 @@ def _check_skip(model: nn.Module, skip: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean(pattern, names, most=3, cutoff=0.5)
             raise ValueError(f"skip: the model has no module {pattern!r}.{hint}")
 
 

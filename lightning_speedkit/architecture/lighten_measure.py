@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_speedkit.measure import flops
 from lightning_speedkit.measure.clocks import clock_for
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = [
     "Use",
@@ -25,7 +24,6 @@ __all__ = [
     "device_of",
     "evaluating",
     "float_outputs",
-    "own_random_numbers",
     "paired_seconds",
     "record_uses",
 ]
@@ -87,18 +85,6 @@ def evaluating(model: nn.Module, *, fused_attention: bool = True) -> Iterator[No
                 module.training = mode
 
 
-@contextmanager
-def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """The random states of torch, NumPy and Python are put back afterwards, also after an error."""
-    python, host = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(host)
-
-
 def record_uses(model: nn.Module, layers: Mapping[str, nn.Module], example: Any) -> dict[str, Use]:
     """What each of ``layers``, which are in ``model``, does when the example runs; without those that do not run.
 
@@ -138,9 +124,8 @@ def count_flops(model: nn.Module, example: Any) -> int:
     >>> count_flops(nn.Linear(8, 4), torch.zeros(2, 8))
     128
     """
-    with evaluating(model, fused_attention=False), FlopCounterMode(display=False) as counter:
-        call_model(model, example)
-    return int(counter.get_total_flops())
+    with evaluating(model):
+        return flops.count_flops(lambda: call_model(model, example))
 
 
 def float_outputs(model: nn.Module, example: Any) -> list[Tensor]:

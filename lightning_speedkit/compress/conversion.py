@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -19,7 +17,8 @@ from lightning_speedkit.compress.float_copy import fingerprint, float_copy
 from lightning_speedkit.compress.int8 import Int8Model, make_int8
 from lightning_speedkit.compress.quality import relative_error
 from lightning_speedkit.compress.torch_ao import CONVOLUTIONS
-from lightning_speedkit.errors import QuantizationError
+from lightning_speedkit.errors import QuantizationError, did_you_mean
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = [
     "BACKENDS",
@@ -90,9 +89,9 @@ def quantize_model(
     calls = calls_from(model, batches, "quantize_model")
     before = fingerprint(model)
     failures = []
-    with isolate_rng():
+    with own_random_numbers():
         floating = float_copy(model)
-        check_skip(floating, [skip] if isinstance(skip, str) else skip)
+        skip = check_skip(floating, skip)
         check_float_answers(floating, calls)
         for method in methods_of(floating, backend):
             try:
@@ -195,6 +194,5 @@ def details_of(made: Int8Model, error: float) -> QuantizationDetails:
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """A ValueError that names the nearest allowed value if ``value`` is none of them."""
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, allowed, most=1, cutoff=0.4)
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_speedkit.compress.engine import Converted, engine_named, engines_for
@@ -13,6 +12,7 @@ from lightning_speedkit.compress.float_copy import fingerprint, float_copy
 from lightning_speedkit.compress.quantize_arguments import calls_from, check_float_answers, check_skip
 from lightning_speedkit.compress.self_check import check_copy
 from lightning_speedkit.errors import QuantizationError
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["convert_model"]
 
@@ -56,9 +56,9 @@ def convert_model(
     calls = calls_from(model, batches, "convert_model")
     engines = (engine_named(backend),) if backend is not None else engines_for(scheme, device)
     before, failures = fingerprint(model), []
-    with isolate_rng():
+    with own_random_numbers(device):
         floating = float_copy(model)
-        check_skip(floating, [skip] if isinstance(skip, str) else skip)
+        skip = check_skip(floating, skip)
         check_float_answers(floating, calls)
         for engine in engines:
             if (missing := engine.missing(device)) is not None:

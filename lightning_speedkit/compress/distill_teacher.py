@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["Teacher", "made_teacher"]
 
@@ -33,7 +34,7 @@ def made_teacher(source: str | nn.Module | Callable[[], nn.Module], checkpoint: 
     Identity()
     """
     make: Any = _found(source) if isinstance(source, str) else source
-    with isolate_rng():  # the first weights of a network are drawn at random
+    with own_random_numbers():  # the first weights of a network are drawn at random
         if checkpoint is not None and isinstance(make, type) and issubclass(make, LightningModule):
             return make.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
         teacher = make if isinstance(make, nn.Module) else make()

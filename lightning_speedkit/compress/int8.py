@@ -8,7 +8,6 @@ the range of their input at every call. What was done is written down as a recip
 from __future__ import annotations
 
 import copy
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from lightning_speedkit.compress.calls import Call, inside_metrics, used_modules
 from lightning_speedkit.compress.float_copy import copy_module, replace_module
+from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.parts import (
     PartSearch,
     TracedPart,
@@ -34,7 +34,7 @@ from lightning_speedkit.compress.torch_ao import (
 )
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Int8Model", "follow_recipe", "make_int8", "matches", "weighted_layers"]
+__all__ = ["Int8Model", "follow_recipe", "make_int8", "weighted_layers"]
 
 
 @dataclass(slots=True)
@@ -144,12 +144,3 @@ def _why(
 def _shapes(floating: nn.Module) -> dict[str, tuple[int, ...]]:
     # int8 layers load weights of any shape without a word
     return {name: tuple(weight.shape) for name, weight in floating.named_parameters()}
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether ``name``, or a module that it is inside, is one of ``patterns``; ``*`` and ``?`` are wildcards.
-
-    >>> matches("net.head", ["net"]), matches("net.head", ["*.body"])
-    (True, False)
-    """
-    return any(fnmatch.fnmatchcase(name, p) or name.startswith(f"{p}.") for p in patterns)

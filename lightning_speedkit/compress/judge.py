@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_speedkit.compress.float_copy import copy_module
 from lightning_speedkit.compress.quality import metric_direction
 from lightning_speedkit.compress.validation import validation_metrics
 from lightning_speedkit.errors import QuantizationError, did_you_mean
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["Judge", "ValidationData", "measured_metrics"]
 
@@ -84,7 +84,7 @@ def measured_metrics(
     if validation is None:
         return {}, 0
     try:
-        with isolate_rng():  # the float model and the quantized copy draw the same random numbers
+        with own_random_numbers(device):  # the float model and the quantized copy draw the same random numbers
             return validation_metrics(
                 copy_module(cast("LightningModule", module)),
                 validation.loaders,

@@ -21,7 +21,8 @@ from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.cpu_int8 import has_exact_int8
 from lightning_speedkit.compress.engine import FLOAT32, Artefact, Converted
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint
-from lightning_speedkit.compress.int8 import matches, weighted_layers
+from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.onnx_graph import graph_bytes, layer_of_node
 from lightning_speedkit.compress.onnx_module import OnnxModule, install, missing_onnx
 from lightning_speedkit.compress.onnx_parts import OnnxPart, find_parts

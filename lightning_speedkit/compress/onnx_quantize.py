@@ -89,6 +89,8 @@ def dynamic_int8(graph: OnnxGraph, kept_float: Collection[int], *, reduce_range:
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    excluded = _excluded(graph, kept_float, DYNAMIC_OPS)
+    excluded += [f"{name}_MatMul" for name in excluded]  # what it makes of a Gemm before it looks who is excluded
     with tempfile.TemporaryDirectory() as folder, quiet_onnx():
         path, result = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
         onnx.save(graph.model, str(path))
@@ -99,7 +101,7 @@ def dynamic_int8(graph: OnnxGraph, kept_float: Collection[int], *, reduce_range:
             per_channel=True,
             reduce_range=reduce_range,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=_excluded(graph, kept_float, DYNAMIC_OPS),
+            nodes_to_exclude=excluded,
             extra_options=dict(_OPTIONS),
         )
         return graph_bytes(onnx.load(str(result)))

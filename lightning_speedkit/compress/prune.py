@@ -31,6 +31,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_speedkit.compress.float_copy import copy_module
+from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.prune_arguments import (
     check_pruning,
     check_sparsity,
@@ -42,7 +43,7 @@ from lightning_speedkit.compress.prune_arguments import (
 from lightning_speedkit.compress.prune_fit import FitPruning
 from lightning_speedkit.compress.prune_masks import PruningMasks
 from lightning_speedkit.compress.prune_semi_structured import runs_semi_structured, to_semi_structured
-from lightning_speedkit.compress.prune_targets import check_skip, frozen_weights, prunable_weights
+from lightning_speedkit.compress.prune_targets import frozen_weights, prunable_weights
 from lightning_speedkit.measure.lightning_hooks import leave_logged
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
@@ -81,7 +82,7 @@ def prune_weights(
     """
     check_pruning(scope=scope, pattern=pattern)
     wanted = check_sparsity("sparsity", sparsity, pattern)
-    masks = PruningMasks(prunable_weights(model, check_skip(list(skip)), pattern), scope, pattern)
+    masks = PruningMasks(prunable_weights(model, check_names("skip", skip), pattern), scope, pattern)
     masks.take_zeros()
     masks.refuse_below(wanted)
     masks.prune_to(wanted)
@@ -158,7 +159,7 @@ class Pruning(OneOfAKind):
         self.criterion, self.scope, self.pattern = criterion, scope, pattern
         self.start, self.end, self.every = start, end, every
         self.regrow = float(regrow)
-        self.skip = check_skip(skip)
+        self.skip = check_names("skip", skip)
         self.accelerated_model: nn.Module | None = None
         self._fit: FitPruning | None = None
         self._loaded: dict[str, Any] = {}

@@ -16,9 +16,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_speedkit.compress.module_names import plain_name
 from lightning_speedkit.compress.prune_masks import PruningMasks
 from lightning_speedkit.compress.prune_scores import sparsity_at
-from lightning_speedkit.compress.prune_targets import plain_name
 
 __all__ = ["FitPruning"]
 

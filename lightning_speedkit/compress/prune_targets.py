@@ -8,7 +8,6 @@ several layers share is one weight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -16,38 +15,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from lightning_speedkit.compress.module_names import matches, plain_name
 from lightning_speedkit.errors import did_you_mean
 
-__all__ = ["check_skip", "frozen_weights", "plain_name", "prunable_weights"]
+__all__ = ["frozen_weights", "prunable_weights"]
 
 _LAYERS = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-
-
-def check_skip(skip: object) -> list[str]:
-    """The names as a list of their own.
-
-    Raises:
-        TypeError: It is no list of names.
-
-    >>> check_skip(["head"]), check_skip(None)
-    (['head'], [])
-    """
-    if skip is None:
-        return []
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a list of names, got the string {skip!r}; write [{skip!r}].")
-    if not isinstance(skip, (list, tuple)) or not all(isinstance(name, str) for name in skip):
-        raise TypeError(f"skip must be a list of names of layers, got {skip!r}.")
-    return list(skip)
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` puts into it.
-
-    >>> plain_name("net._orig_mod.fc.weight")
-    'net.fc.weight'
-    """
-    return name.replace("_orig_mod.", "")
 
 
 def prunable_weights(model: nn.Module, skip: Sequence[str] = (), pattern: str | None = None) -> dict[str, nn.Parameter]:
@@ -72,10 +45,10 @@ def prunable_weights(model: nn.Module, skip: Sequence[str] = (), pattern: str | 
         raise TypeError(f"What is pruned is a torch.nn.Module, got {model!r:.100}.")
     names, candidates = _candidates(model)
     _refuse_lazy(candidates)
-    unused = [entry for entry in skip if not any(_is_inside(n, entry) for p in candidates.values() for n in names[p])]
+    unused = [entry for entry in skip if not any(matches(n, [entry]) for p in candidates.values() for n in names[p])]
     if unused:
         raise ValueError(_unmatched(unused[0], [n for p in candidates.values() for n in names[p]]))
-    skipped = {name for name, p in candidates.items() if any(_is_inside(n, entry) for n in names[p] for entry in skip)}
+    skipped = {name for name, p in candidates.items() if any(matches(n, skip) for n in names[p])}
     kept = {name: p for name, p in candidates.items() if name not in skipped and p.requires_grad}
     if not kept:
         raise ValueError(_nothing(model, len(candidates), len(skipped)))
@@ -91,7 +64,7 @@ def frozen_weights(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.P
     ['weight']
     """
     names, candidates = _candidates(model)
-    skipped = {n for n, p in candidates.items() if any(_is_inside(known, e) for known in names[p] for e in skip)}
+    skipped = {n for n, p in candidates.items() if any(matches(known, skip) for known in names[p])}
     return {n: p for n, p in candidates.items() if n not in skipped and not p.requires_grad}
 
 
@@ -110,11 +83,6 @@ def _weights_of(layer: nn.Module) -> Iterator[nn.Parameter]:
         lazy = isinstance(parameter, UninitializedParameter)
         if "weight" in name and not name.endswith(("_orig", "_g", "_v")) and (lazy or parameter.ndim >= 2):
             yield parameter
-
-
-def _is_inside(name: str, entry: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:length]), entry) for length in range(1, len(parts) + 1))
 
 
 def _refuse_lazy(weights: dict[str, nn.Parameter]) -> None:

@@ -27,7 +27,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
@@ -36,13 +35,15 @@ from lightning_speedkit.compress.conversion import QuantizationDetails, check_ch
 from lightning_speedkit.compress.engine import FORMATS, SCHEMES, engine_named
 from lightning_speedkit.compress.judge import Judge
 from lightning_speedkit.compress.kept_batches import KeptBatches, planned_batches
-from lightning_speedkit.compress.quantize_arguments import check_names, check_skip
+from lightning_speedkit.compress.module_names import check_names
+from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_fit import is_trial_run, monitored, validation_data, with_best_weights
 from lightning_speedkit.compress.rank_wait import RankWait
 from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.result_files import refuse_folder, write_result
 from lightning_speedkit.compress.trial import Plan, planned_engines, try_quantized, why_not
 from lightning_speedkit.errors import QuantizationError, did_you_mean
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = [
     "QuantizationDetails",
@@ -313,7 +314,7 @@ class QuantizeOnFitEnd(Callback):
         except QuantizationError as missing:
             converted, report = None, QuantizationReport(kept=False, reason=str(missing))
         else:
-            with isolate_rng():
+            with own_random_numbers(self._plan().device):
                 converted, report = try_quantized(module, self._kept.batches, data, judge, self._plan())
         # both are there, too, if the disk is full
         self.quantized_model, self.report = None if converted is None else converted.module, report

@@ -10,40 +10,33 @@ from torch import Tensor, nn
 from lightning_speedkit.compress.calls import Call, replay
 from lightning_speedkit.compress.conversion import call_of
 from lightning_speedkit.compress.float_copy import refuse_lazy
-from lightning_speedkit.compress.int8 import matches, weighted_layers
+from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.module_names import check_names, matches, plain_name
 from lightning_speedkit.errors import QuantizationError, did_you_mean
 
-__all__ = ["calls_from", "check_float_answers", "check_names", "check_skip"]
+__all__ = ["calls_from", "check_float_answers", "check_skip"]
 
 
-def check_names(argument: str, names: object) -> list[str]:
-    """The names as a list of their own; TypeError if they are no list of names.
+def check_skip(model: nn.Module, skip: object) -> list[str]:
+    """The names as a list of their own, if each matches a module of ``model``: what one misspells would be quantized.
 
-    >>> check_names("skip", ["head"]), check_names("skip", None)
-    (['head'], [])
-    """
-    if names is None:
-        return []
-    if isinstance(names, str):
-        raise TypeError(f"{argument} must be a list of names, got the string {names!r}; write [{names!r}].")
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be a list of names, got {names!r}.")
-    return list(names)
-
-
-def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
-    """ValueError if an entry of ``skip`` matches no module of ``model``: what it misspells would be quantized.
+    Raises:
+        TypeError: ``skip`` is no list of names.
+        ValueError: An entry matches no module.
 
     >>> check_skip(nn.Sequential(nn.Linear(2, 1)), ["0", "?"])
+    ['0', '?']
     """
-    modules = [_plain(name) for name, _ in model.named_modules() if name]
-    for entry in skip:
+    names = check_names("skip", skip)
+    modules = [plain_name(name) for name, _ in model.named_modules() if name]
+    for entry in names:
         if not any(matches(name, [entry]) for name in modules):
-            layers = [_plain(name) for name in weighted_layers(model)]
+            layers = [plain_name(name) for name in weighted_layers(model)]
             known = ", ".join(map(repr, layers[:12])) or "none"
             raise ValueError(
                 f"skip={entry!r} matches no module.{did_you_mean(entry, modules, most=1)} Layers: {known}."
             )
+    return names
 
 
 def calls_from(model: object, batches: object, caller: str) -> list[Call]:
@@ -86,7 +79,3 @@ def check_float_answers(floating: nn.Module, calls: Sequence[Call]) -> None:
             "The float model answers the batches with NaN, so no copy can be compared with it. Look for NaN in its "
             "weights (has the training diverged?) and in the batches."
         )
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")  # what torch.compile puts into names

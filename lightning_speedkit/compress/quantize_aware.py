@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_layers import FakeQuantization, check_fake_scheme
 
@@ -92,11 +93,9 @@ class QuantizationAwareTraining(Callback):
             _check_point(name, value, unit)
         if type(start) is type(freeze_ranges) and freeze_ranges < start:
             raise ValueError(f"freeze_ranges={freeze_ranges!r} is before start={start!r}; no range would be learnt.")
-        if isinstance(skip, str):
-            raise TypeError(f"skip must be a list of names, got the string {skip!r}; write [{skip!r}].")
         self.scheme, self.unit, self.in_validation = scheme, unit, in_validation
         self.start, self.freeze_ranges = start, freeze_ranges
-        self.skip = list(skip or ())
+        self.skip = check_names("skip", skip)
         self.weight_bits, self.activation_bits = weight_bits, activation_bits
         self._fake: FakeQuantization | None = None
         self._removed = True

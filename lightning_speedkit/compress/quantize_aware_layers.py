@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.calls import inside_metrics
 from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_forward import (
     GROUP,
@@ -76,7 +76,7 @@ class FakeQuantization:
         activation_bits: int | None = None,
     ) -> None:
         check_fake_scheme(scheme, weight_bits, activation_bits)
-        check_skip(module, skip)
+        skip = check_skip(module, skip)
         self.scheme = scheme
         self.skipped: dict[str, str] = {}
         self._switch = Switch()
@@ -92,7 +92,7 @@ class FakeQuantization:
                 self.skipped[name] = why
                 continue
             rounding = Rounding(self._switch, layer, scheme, weight_bits, activation_bits)
-            rounding.projects_out = not _matches(f"{name}.out_proj", skip)
+            rounding.projects_out = not matches(f"{name}.out_proj", skip)
             self._changed[name] = (layer, rounding)
         for name in set(self.layers) & set(self.skipped):  # which an attention calls by its weight
             del self.skipped[name]
@@ -158,7 +158,7 @@ class FakeQuantization:
 
 def _refusal(name: str, layer: nn.Module, scheme: str, skip: Sequence[str]) -> str | None:
     """Why a layer with a weight stays as it is, or ``None``."""
-    if _matches(name, skip):
+    if matches(name, skip):
         return "named in skip"
     if not isinstance(layer, KINDS):
         return f"{type(layer).__name__} is not among the layers that are quantized"
@@ -175,11 +175,6 @@ def _refusal(name: str, layer: nn.Module, scheme: str, skip: Sequence[str]) -> s
     if scheme == "weight-only-int4" and any(p.ndim == 2 and p.shape[1] % GROUP for p in layer.parameters()):
         return f"its inputs cannot be divided into groups of {GROUP}"
     return None
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    plain = name.replace("_orig_mod.", "")  # what torch.compile puts into names
-    return any(fnmatch.fnmatchcase(plain, pattern) or plain.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def check_fake_scheme(scheme: Any, weight_bits: Any, activation_bits: Any) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,6 +31,7 @@ from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.conversion import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.quantize_arguments import check_skip
+from lightning_speedkit.compress.quantize_fit import is_trial_run
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
 from lightning_speedkit.compress.shrink_plan import ShrinkPlan, ShrinkSettings, plan_shrink
@@ -45,6 +45,7 @@ from lightning_speedkit.compress.shrink_refusals import (
 from lightning_speedkit.compress.shrink_report import ShrinkReport
 from lightning_speedkit.compress.shrink_resize import follow_checkpoints, load_shrunk, mark, original_sizes, resize_to
 from lightning_speedkit.compress.shrink_run import ShrinkRun
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["ShrinkPlan", "ShrinkReport", "StructuredPruning", "load_shrunk", "resize_to", "shrink_model"]
 
@@ -108,7 +109,7 @@ def shrink_model(
         round_to=round_to,
         across_norms=across_norms,
     )
-    with isolate_rng():
+    with own_random_numbers():
         plan = plan_shrink(
             float_copy(model),
             [_example_call(example)],
@@ -211,7 +212,7 @@ class StructuredPruning(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if _is_trial_run(trainer):
+        if is_trial_run(trainer):
             rank_zero_info("StructuredPruning does nothing in fast_dev_run and barebones.")
             return
         follow_checkpoints(pl_module)
@@ -225,11 +226,11 @@ class StructuredPruning(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._removes_something() and not _is_trial_run(trainer):
+        if self._removes_something() and not is_trial_run(trainer):
             refuse_optimizers(trainer.optimizers)
             check_skip(pl_module, self.skip)
         late = [epoch for epoch in self.epochs if trainer.max_epochs not in (None, -1) and epoch >= trainer.max_epochs]
-        if late and self._removes_something() and not _is_trial_run(trainer):
+        if late and self._removes_something() and not is_trial_run(trainer):
             rank_zero_warn(
                 f"StructuredPruning has {len(late)} of {self.steps} steps after the last epoch (at the start of epoch "
                 f"{', '.join(map(str, late))}, and max_epochs={trainer.max_epochs}), which will not be done."
@@ -240,7 +241,7 @@ class StructuredPruning(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         run, epoch = self._run, trainer.current_epoch
-        if run.epoch == epoch or _is_trial_run(trainer) or not self._removes_something():
+        if run.epoch == epoch or is_trial_run(trainer) or not self._removes_something():
             return
         run.epoch = epoch
         if run.pending is not None and epoch >= run.pending["epoch"] + self.every_epochs:
@@ -259,12 +260,12 @@ class StructuredPruning(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self.criterion == "taylor" and trainer.current_epoch + 1 in self.epochs and not _is_trial_run(trainer):
+        if self.criterion == "taylor" and trainer.current_epoch + 1 in self.epochs and not is_trial_run(trainer):
             self._run.note_gradients(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _is_trial_run(trainer) or not self._removes_something():
+        if is_trial_run(trainer) or not self._removes_something():
             return
         if self._run.pending is not None:
             self._run.judge(trainer, pl_module, self.max_metric_drop)
@@ -321,7 +322,3 @@ class StructuredPruning(Callback):
         except OSError as error:  # the run is over: it is not to fail for that
             rank_zero_warn(f"StructuredPruning could not write its report to {path} ({error}); it is in `report`.")
         (rank_zero_info if report.layers else rank_zero_warn)(f"StructuredPruning: {report.describe()}")
-
-
-def _is_trial_run(trainer: pl.Trainer) -> bool:
-    return bool(getattr(trainer, "fast_dev_run", False)) or trainer.barebones

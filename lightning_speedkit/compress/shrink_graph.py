@@ -14,7 +14,6 @@ import io
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_speedkit.compress.calls import Call, call_with
+from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.shrink_heads import attention_layouts
 from lightning_speedkit.compress.shrink_sizes import named_tensors
 from lightning_speedkit.errors import MissingExtraError, SpeedkitError
@@ -237,19 +237,13 @@ def _refusal(
             return f"{type(item.owner).__name__} ({item.name}) uses its channels"
     for item in items:
         outputs = not item.reads or not isinstance(item.owner, (nn.Linear, _ConvNd))
-        if outputs and _is_skipped(item.name, skip):
+        if outputs and matches(item.name, skip):
             return "named in skip" if item.name == name else f"tied to {item.name}, which is named in skip"
     for item in items:
         if isinstance(item.owner, _AVERAGING) and not across_norms:
             kind = type(item.owner).__name__
             return f"{kind} ({item.name}) averages over its channels; across_norms=True removes them too"
     return None
-
-
-def _is_skipped(name: str, skip: Collection[str]) -> bool:
-    """Whether the module, or one that it lies in, is named."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:length]), one) for length in range(1, len(parts) + 1) for one in skip)
 
 
 def _parts(root: nn.Module, item: _Item) -> Iterator[TensorPart]:
@@ -335,7 +329,7 @@ def _joined(channels: int, ties: Sequence[tuple[int, ...]]) -> tuple[tuple[int, 
 def _head_groups(root: nn.Module, skip: Collection[str]) -> Iterator[ChannelGroup]:
     for name, attention in attention_layouts(root).items():
         prefix = f"{name}." if name else ""
-        if _is_skipped(name, skip):
+        if matches(name, skip):
             continue
         rows = tuple((row, head) for head in range(attention.heads) for row in attention.rows(head))
         columns = tuple((column, head) for head in range(attention.heads) for column in attention.columns(head))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.quality import metric_direction
 
 __all__ = ["refuse_arguments", "refuse_judging", "refuse_module", "refuse_optimizers", "refuse_run"]
@@ -112,8 +113,7 @@ def refuse_arguments(ratio: Any, head_ratio: Any, counts: dict[str, Any], skip: 
         least = 0 if name == "start_epoch" else 1
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a list of names, got the string {skip!r}; write [{skip!r}].")
+    check_names("skip", skip)
     if drop is not None:
         if isinstance(drop, bool) or not isinstance(drop, (int, float)):
             raise TypeError(f"max_metric_drop must be a number or None, got {drop!r}.")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_speedkit.compress.calls import Call, batch_size, call_with, first_sample, replay
 from lightning_speedkit.compress.quality import alternating_seconds, serialized_bytes
+from lightning_speedkit.measure import flops
 
 __all__ = ["ShrinkReport", "count_flops", "count_parameters", "measured_sizes"]
 
@@ -112,9 +112,7 @@ def count_flops(root: nn.Module, calls: Sequence[Call]) -> int:
     >>> count_flops(nn.Linear(3, 2), [Call("", (torch.ones(4, 3),), {})])
     48
     """
-    with FlopCounterMode(display=False) as counter:
-        replay(root, calls)
-    return int(counter.get_total_flops())
+    return flops.count_flops(lambda: replay(root, calls))
 
 
 def measured_sizes(before: nn.Module, after: nn.Module, calls: Sequence[Call]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_speedkit.compress.calls import Call
@@ -24,6 +23,7 @@ from lightning_speedkit.compress.shrink_sizes import set_sizes
 from lightning_speedkit.compress.shrink_snapshot import put_back, take_snapshot
 from lightning_speedkit.compress.validation import network_calls
 from lightning_speedkit.errors import QuantizationError, SpeedkitError
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["ShrinkRun"]
 
@@ -139,7 +139,7 @@ class ShrinkRun:
             after = float_copy(module)
             before = copy_module(after)
             set_sizes(before, original_sizes(module))
-            with isolate_rng():
+            with own_random_numbers():
                 measured = measured_sizes(before, after, self.calls)
         reason = self.reason
         if not self.layers and not reason:
@@ -169,7 +169,7 @@ class ShrinkRun:
         failure: BaseException | None = None
         if trainer.is_global_zero:
             try:
-                with isolate_rng():
+                with own_random_numbers():
                     floating = float_copy(module)
                     self.calls = network_calls(copy_module(floating), [on_cpu(batch)])  # type: ignore[arg-type]
                     plan = plan_shrink(

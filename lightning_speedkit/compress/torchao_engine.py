@@ -20,7 +20,8 @@ from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.engine import Artefact, Converted
 from lightning_speedkit.compress.exported import export_part
 from lightning_speedkit.compress.float_copy import copy_module
-from lightning_speedkit.compress.int8 import matches, weighted_layers
+from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.torchao_state import TorchaoState
 from lightning_speedkit.compress.torchao_weights import INT4_GROUP, quantize_layers, quiet_torchao
 from lightning_speedkit.errors import MissingExtraError, QuantizationError

@@ -13,7 +13,7 @@ import pytest
 from tests.benchmarks.conftest import ForkServer, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("cards", "gpu_check", "harness", "processes", "result_table", "worker")
+PARTS = ("cards", "digits_networks", "gpu_check", "harness", "processes", "result_table", "worker")
 SCRIPTS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem not in PARTS)
 RESULTS = ROOT / "benchmarks" / "results"
 DATA = [f"data_{name}" for name in ("tensors", "large", "images", "cold", "memory")]  # see test_data.py

@@ -128,6 +128,21 @@ def test_a_layer_that_is_kept_has_its_float_weight(ranges: Any, kept: int) -> No
         assert f"{name}_quantized" not in constants
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_linear_layer_of_rows_is_kept_too(kept: int) -> None:
+    # which is a Gemm, that onnxruntime takes apart and names anew
+    nodes = [
+        helper.make_node("Gemm", ["input_0", "w", "b"], ["h"], name="layer0@0"),
+        helper.make_node("Gemm", ["h", "v", "c"], ["y"], name="layer1@1"),
+    ]
+    biases = {"b": numpy.zeros(2, dtype=numpy.float32), "c": numpy.zeros(1, dtype=numpy.float32)}
+    graph = OnnxGraph(_model(nodes, {"w": W, "v": V, **biases}), [("first",), ("second",)])
+    made = dynamic_int8(graph, {kept}, reduce_range=False)
+    assert _numbers(made) == {1 - kept}
+    name, value = [("w", W), ("v", V)][kept]
+    assert _constants(made)[name].tolist() == value.tolist()
+
+
 def test_a_graph_whose_layers_are_all_kept_answers_in_float(ranges: Any) -> None:
     for graph in (
         static_int8(_two_layers(), ranges, {0, 1}, reduce_range=False),

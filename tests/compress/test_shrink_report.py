@@ -12,6 +12,9 @@ from lightning_speedkit.compress.shrink_report import ShrinkReport, count_flops,
 def test_counts_are_those_worked_out_by_hand() -> None:
     conv = nn.Conv2d(3, 8, 3, padding=1)
     assert count_flops(conv, [Call("", (torch.ones(2, 3, 5, 5),), {})]) == 2 * 2 * 25 * 8 * 27
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()  # which takes torch's fast path
+    products = 4 * 6 * 8 * 8 + 2 * 6 * 6 * 8 + 2 * 6 * 8 * 16
+    assert count_flops(layer, [Call("", (torch.ones(3, 6, 8),), {})]) == 2 * 3 * products
     shared = nn.ModuleList([conv, conv])
     assert count_parameters(shared) == 8 * 27 + 8
 

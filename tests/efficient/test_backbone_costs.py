@@ -5,25 +5,16 @@ import torch
 from torch import nn
 
 from lightning_speedkit.architecture import backbone_costs
-from lightning_speedkit.architecture.backbone_costs import Measured, count_flops, count_parameters
+from lightning_speedkit.architecture.backbone_costs import Measured, count_parameters
 from tests.efficient.tiny_backbones import Clock, Tiny
 
 MIB = 2**20
 
 
-def test_flops_of_a_convolution_in_groups_and_a_product() -> None:
+def test_flops_are_those_of_one_image() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10))
-    net.train()
-    assert count_flops(net, torch.zeros(1, 4, 8, 8)) == 2 * (8 * 4 * 4) * (2 * 9) + 2 * 128 * 10
-    assert net.training
-
-
-def test_flops_of_attention_that_a_fused_kernel_would_compute() -> None:
-    width, length, hidden = 8, 6, 16
-    layer = nn.TransformerEncoderLayer(width, 2, hidden, batch_first=True).eval()
-    products = 4 * length * width * width + 2 * length * length * width + 2 * length * width * hidden
-    with torch.no_grad():  # where the layer takes its fast path
-        assert count_flops(layer, torch.zeros(1, length, width)) == 2 * products
+    one = Measured(net, (4, 8, 8), 10, 5, torch.device("cpu"))
+    assert one.flops() == 2 * (8 * 4 * 4) * (2 * 9) + 2 * 128 * 10
 
 
 def test_shared_parameters_count_once() -> None:

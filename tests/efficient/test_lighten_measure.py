@@ -42,6 +42,12 @@ def test_work_is_added_up_over_calls_and_agrees_with_torch() -> None:
     assert count_flops(net, torch.zeros(2, 4, 8, 6)) == 2 * sum(use.multiply_adds for use in uses.values())
 
 
+def test_attention_in_a_fused_kernel_counts_too() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    products = 4 * 6 * 8 * 8 + 2 * 6 * 6 * 8 + 2 * 6 * 8 * 16
+    assert count_flops(layer, torch.zeros(3, 6, 8)) == 2 * 3 * products
+
+
 def test_the_input_for_timing_lies_as_the_real_one() -> None:
     net = Twice()
     images = torch.zeros(2, 4, 8, 6).to(memory_format=torch.channels_last)
