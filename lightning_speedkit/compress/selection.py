@@ -26,6 +26,7 @@ __all__ = ["Selection", "fewest"]
 _LARGEST_ERROR = 0.1  # relative; what is allowed where there is no metric to judge by
 _TRIALS = 6  # conversions and validations, at most, to find the layers that have to stay in float
 _CALLS = 4  # that the layers are ranked by
+_LEAST_GAIN = 0.03  # of the time: two measurements of one network differ by about one percent
 
 
 @dataclass(slots=True)
@@ -105,10 +106,12 @@ class Selection:
             candidate.ends("slower", "the float network could not be timed, so no gain is known")
             return True
         best, name = min(timed)
-        if own.seconds_batch is not None and own.seconds_batch < best:
+        if own.seconds_batch is not None and own.seconds_batch < best * (1 - _LEAST_GAIN):
             return False
         now = "it could not be timed" if own.seconds_batch is None else f"{own.seconds_batch * 1e3:.3g} ms for a batch"
-        candidate.ends("slower", f"{now}; {name} takes {best * 1e3:.3g} ms")
+        near = own.seconds_batch is not None and own.seconds_batch < best
+        than = f", and a gain below {_LEAST_GAIN:.0%} may be noise" if near else ""
+        candidate.ends("slower", f"{now}; {name} takes {best * 1e3:.3g} ms{than}")
         return True
 
     def _holds(self, candidate: Candidate) -> bool:

@@ -34,6 +34,7 @@ from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_fit import is_trial_run
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
+from lightning_speedkit.compress.shrink_graph import torch_pruning
 from lightning_speedkit.compress.shrink_plan import ShrinkPlan, ShrinkSettings, plan_shrink
 from lightning_speedkit.compress.shrink_refusals import (
     refuse_arguments,
@@ -221,6 +222,7 @@ class StructuredPruning(Callback):
         self.report, self._run = None, ShrinkRun()
         if self._removes_something():
             refuse_run(trainer, pl_module)
+            torch_pruning()  # a missing library is said before the first epoch
             if self.max_metric_drop is not None:
                 self._run.metric, self._run.mode = refuse_judging(trainer, self.monitor, self.start_epoch)
 

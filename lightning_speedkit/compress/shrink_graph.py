@@ -30,7 +30,7 @@ from lightning_speedkit.compress.shrink_heads import attention_layouts
 from lightning_speedkit.compress.shrink_sizes import named_tensors
 from lightning_speedkit.errors import MissingExtraError, SpeedkitError
 
-__all__ = ["ChannelGroup", "TensorPart", "find_groups"]
+__all__ = ["ChannelGroup", "TensorPart", "find_groups", "torch_pruning"]
 
 _AVERAGING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _TRANSPARENT = (nn.Linear, _ConvNd, _BatchNorm, _InstanceNorm, nn.PReLU, nn.Embedding, *_AVERAGING)
@@ -128,7 +128,8 @@ class _Item:
         return isinstance(self.owner, (nn.Linear, _ConvNd)) and not self.reads
 
 
-def _engine() -> ModuleType:
+def torch_pruning() -> ModuleType:
+    """The library that finds which channels depend on which, or an error with the line that installs it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,7 +139,7 @@ def _engine() -> ModuleType:
 
 
 def _items(root: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, list[_Item]]]:
-    engine = _engine()
+    engine = torch_pruning()
     calls = list({call.name: call for call in reversed(calls)}.values())[::-1]
     names = {id(module): name for name, module in root.named_modules()}
     names.update((id(parameter), name) for name, parameter in root.named_parameters())

@@ -209,6 +209,10 @@ def _notes(report: QuantizationReport) -> tuple[str, ...]:
     before, after = report.seconds_before_batch, report.seconds_after_batch
     if report.kept and before and after and after >= before:
         notes.append(f"It is not faster: {before * 1e3:.3g} -> {after * 1e3:.3g} ms for a batch.")
+    elif report.kept and report.seconds_before_one and report.seconds_after_one:
+        before, after = report.seconds_before_one, report.seconds_after_one
+        if after > before:
+            notes.append(f"For one sample it is slower: {before * 1e3:.3g} -> {after * 1e3:.3g} ms.")
     if report.kept and report.bytes_before and report.bytes_after and report.bytes_after >= report.bytes_before:
         notes.append(f"It is not smaller: {report.bytes_before} -> {report.bytes_after} bytes.")
     return tuple(notes)

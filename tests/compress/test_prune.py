@@ -17,6 +17,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
 from lightning_speedkit import ActivationCheckpointing, AverageWeights, BatchSizeSearch, NonFiniteGuard
+from lightning_speedkit.compress import prune as prune_module
+from lightning_speedkit.compress import prune_semi_structured
 from lightning_speedkit.compress.prune import Pruning, prune_weights
 from lightning_speedkit.compress.prune_arguments import refuse_pruning
 from tests.conformance.models import CLASSES, FEATURES, Classifier, classifier, loader, quiet_trainer
@@ -254,16 +256,20 @@ def test_resumed_beside_an_average(tmp_path: Path) -> None:
     _equal(model.state_dict(), expected.state_dict())
 
 
-def _masks_on_a_rank(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _masks_on_a_rank(settings: dict[str, Any], *beside: Callback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     pruning = Pruning(0.8, **SETTINGS, **settings)
-    model, trainer = _fit([pruning], strategy="ddp", devices=2, max_epochs=6)
+    model, trainer = _fit([pruning, *beside], strategy="ddp", devices=2, max_epochs=6)
     assert trainer.world_size == 2
     assert pruning.masks is not None
     return pruning.masks.pruned, {name: model.get_parameter(name).detach() for name in WEIGHTS}
 
 
 def _both_on_a_rank() -> list[Any]:
-    return [_masks_on_a_rank({}), _masks_on_a_rank({"criterion": "movement", "regrow": 0.2})]
+    return [
+        _masks_on_a_rank({}),
+        _masks_on_a_rank({"criterion": "movement", "regrow": 0.2}),
+        _masks_on_a_rank({}, EMAWeightAveraging(decay=0.5)),
+    ]
 
 
 def test_two_ranks_have_the_same_masks() -> None:
@@ -492,3 +498,20 @@ def test_weights_that_are_unfrozen_in_the_fit_are_named() -> None:
     assert int((model.head.weight == 0).sum()) == 0
     assert pruning.masks is not None
     assert pruning.masks.counts().keys() == {"blocks.0.linear.weight", "blocks.1.linear.weight"}
+
+
+def test_at_the_end_a_copy_is_converted_where_the_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune_module, "runs_semi_structured", lambda device: True)
+    monkeypatch.setattr(prune_semi_structured, "runs_semi_structured", lambda device: True)
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight * 2)
+    pruning = Pruning(pattern="2:4", start=1, end=3, skip=["head"])
+    model, _ = _fit([pruning])
+    twin = pruning.accelerated_model
+    assert twin is not None
+    assert twin is not model
+    assert not twin.training
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            factor = 1 if name == "head" else 2
+            _equal(twin.get_submodule(name).weight.detach(), factor * layer.weight.detach())
+            assert layer.weight.requires_grad

@@ -84,6 +84,13 @@ def test_none_is_kept_that_is_not_faster_than_float(run: Callable[..., Any]) -> 
     assert report.bytes_after is not None
 
 
+def test_a_gain_that_may_be_noise_is_none(run: Callable[..., Any]) -> None:
+    kept, report = run({FakeEngine("a"): 0.98 * FLOAT, FakeEngine("b"): 0.975 * FLOAT})
+    assert kept is None
+    assert _outcomes(report) == {"a": "slower", "b": "slower"}
+    assert "b: 9.75 ms for a batch; float32 takes 10 ms, and a gain below 3% may be noise." in report.reason
+
+
 def test_where_float_in_the_same_runtime_is_faster_that_is_kept_and_said(run: Callable[..., Any]) -> None:
     beside = FakeEngine("runtime-float32", "float32")
     kept, report = run({FakeEngine("runtime-static"): 0.004, beside: 0.003}, beside=beside)

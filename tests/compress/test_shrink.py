@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_speedkit.compress.quantize import QuantizeOnFitEnd
 from lightning_speedkit.compress.shrink import StructuredPruning, load_shrunk, resize_to, shrink_model
-from lightning_speedkit.errors import SpeedkitError
+from lightning_speedkit.errors import MissingExtraError, SpeedkitError
 from tests.compress.models import ConvNet, Digits, digit_loader, digits, quiet_trainer
 from tests.compress.shrink_models import Residual, Transformer, images, randomised
 from tests.two_ranks import on_two_ranks
@@ -53,6 +54,14 @@ def _widths(model: Digits) -> list[tuple[int, ...]]:
 
 
 HALF = [(16, 64), (16, 16), (10, 16)]
+
+
+def test_a_missing_library_is_said_before_the_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_pruning", None)
+    model = Digits(ConvNet())
+    with pytest.raises(MissingExtraError, match=r"lightning-speedkit\[prune\]"):
+        quiet_trainer(callbacks=[StructuredPruning(0.5, start_epoch=2)], max_epochs=3).fit(model, digit_loader(0, 64))
+    assert model.trainer.global_step == 0
 
 
 def test_a_model_is_shrunk_in_place_and_its_optimizer_goes_on_with_the_same_moments() -> None:
