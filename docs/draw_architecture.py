@@ -22,7 +22,8 @@ WORDS = {
     "precision": "mixed precision",
     "optimize": "exact accumulation",
     "memory": "checkpointing",
-    "compress": "quantization",
+    "compress": "quantize, prune",
+    "architecture": "lighter networks",
     "parallel": "DDP strategies",
     "measure": "clocks and probes → facts",
     "registry": "presets as data",
@@ -48,11 +49,11 @@ def draw(layers: list[list[str]]) -> str:
         for column, name in enumerate(names):
             x = MARGIN + column * (width + GAP)
             middle = x + width / 2
-            small = 11 if len(names) > 4 else 13
+            small, large = (11, 14) if len(names) > 4 else (13, 16)
             parts += [
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="8" '
                 'fill="#eef4fb" stroke="#2f6fb3"/>',
-                f'<text x="{middle:.1f}" y="{y + 30}" text-anchor="middle" font-size="16" font-weight="600" '
+                f'<text x="{middle:.1f}" y="{y + 30}" text-anchor="middle" font-size="{large}" font-weight="600" '
                 f'fill="#123">{html.escape(name)}</text>',
                 f'<text x="{middle:.1f}" y="{y + 53}" text-anchor="middle" font-size="{small}" '
                 f'fill="#456">{html.escape(WORDS.get(name, ""))}</text>',

@@ -5,7 +5,7 @@ near to the old weights as their size allows. A layer is replaced only if that s
 on this device, seconds. The interface of the model stays: shapes, dtypes, device, modes, frozen layers.
 
 When it helps: a network that is trained already, or whose architecture is given, and that has to be cheaper. What it
-costs: accuracy, which fine-tuning gives back in part; distillation from the old model helps.
+costs: accuracy, which fine-tuning gives back in part; distillation from the old model may help.
 
 Sources: see ``depthwise.py`` and ``low_rank.py``; measured by ``benchmarks/lighten.py``.
 """

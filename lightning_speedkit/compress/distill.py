@@ -3,7 +3,7 @@
 What it does: adds to the loss of ``training_step`` how far the module's class probabilities are from those of a teacher
 for the same input. ``distillation_loss`` is that term for a loop of your own, ``Distillation`` adds it to any
 LightningModule without a change of its code. When it helps: small networks, and ones that were pruned, made lighter or
-quantized, which regain quality sooner. What it costs: a forward pass of the teacher per step, without gradients, and
+quantized and have quality to regain. What it costs: a forward pass of the teacher per step, without gradients, and
 its weights in memory.
 
 Source: Hinton, Vinyals and Dean 2015 (arXiv 1503.02531); for features, FitNets (Romero et al. 2015, arXiv 1412.6550).

@@ -7,7 +7,7 @@ resuming and loading the best checkpoint afterwards work as without them.
 
 When it helps: inference on a CPU, and size anywhere: int8 weights are a quarter of float32. What it costs: a few
 batches kept in memory until the end of the fit, then a conversion per engine, and some validation batches, once in
-float and once for each copy that is judged. int8 is not always faster: small convolutions at batch size 1 are often
+float and once for each copy that is judged. int8 is not always faster: small convolutions at batch size 1 can be
 slower. That is why it measures before it keeps.
 
 Source: the quantization callback that Lightning had until 2.0 broke ``trainer.test(ckpt_path=...)`` because it changed

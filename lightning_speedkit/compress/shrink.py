@@ -1,4 +1,4 @@
-"""Removes channels, units and heads from a network, so that it is smaller and faster on any device.
+"""Removes channels, units and heads from a network, so that it is smaller on any device.
 
 What it does: ``shrink_model`` takes a model and an example of its input and removes the least important channels of
 each layer together with everything that belongs to them; ``StructuredPruning`` does it while ``trainer.fit`` runs, in
@@ -6,7 +6,7 @@ one step or several, and lets the optimizer go on with what is left. The weights
 the same names.
 
 When it helps: wide layers. Half the channels leave a quarter of the multiply-adds. What it costs: accuracy at first,
-which some epochs of further training bring back.
+which some epochs of further training bring back at least in part.
 
 Source: G. Fang et al., "DepGraph: Towards Any Structural Pruning" (2023), whose torch-pruning says which channels
 belong together. torch-pruning itself makes new parameters, and an optimizer goes on with the old ones without a word;

@@ -117,6 +117,7 @@ def observe_static(module: nn.Module, *, engine: str, skip: Sequence[str] = ()) 
         mapping.set_object_type(function, None)
     with quiet():
         prepared = _quantization(".quantize_fx").prepare_fx(module, mapping, (torch.zeros(1),))
+    _forget_models()
     return cast("torch.fx.GraphModule", prepared)
 
 
@@ -154,7 +155,16 @@ def _has_range(observer: Any) -> bool:
 def convert_static(prepared: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The int8 graph of what :func:`observe_static` returned; ``prepared`` is used up."""
     with quiet():
-        return cast("torch.fx.GraphModule", _quantization(".quantize_fx").convert_fx(prepared))
+        converted = cast("torch.fx.GraphModule", _quantization(".quantize_fx").convert_fx(prepared))
+    _forget_models()
+    return converted
+
+
+def _forget_models() -> None:
+    """Empty a cache of torch that would keep each model, prepared and converted, as long as the process lives."""
+    cached = getattr(_quantization(".fx.utils"), "assert_and_get_unique_device", None)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
 
 
 def dynamic_refusal(layer: nn.Module) -> str | None:

@@ -27,7 +27,7 @@ def read_hardware(accelerator: str = "auto") -> Hardware:
 
     ``accelerator`` is ``"auto"`` (the best one there is), ``"gpu"``, ``"cuda"``, ``"mps"``, ``"xpu"`` or ``"cpu"``.
     A CUDA device that emulates bfloat16 counts as one without: torch's own
-    ``torch.cuda.is_bf16_supported()`` says yes on a Tesla T4 (capability 7.5), where bf16 is slower than float32.
+    ``torch.cuda.is_bf16_supported()`` says yes on a Tesla T4 (capability 7.5), which has no bf16 units.
 
     >>> read_hardware("cpu").accelerator
     'cpu'
@@ -115,7 +115,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _cpu_has_native_bf16() -> bool:
-    # x86: AVX512_BF16 or AMX tiles; Arm: the BF16 extension. AVX2 alone emulates and is several times slower.
+    # x86: AVX512_BF16 or AMX tiles; Arm: the BF16 extension. AVX2 alone emulates.
     return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 

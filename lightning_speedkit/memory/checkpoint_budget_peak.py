@@ -6,7 +6,7 @@ convolution's tensors: it holds none for 1x1 convolutions, and fills up channels
 Where a profiler is on already, of which there can be one, and on other devices, living storages are counted instead;
 then the buffers of convolutions on a CPU are reckoned from the sizes of their tensors.
 
-The gradient of a parameter counts until it has been accumulated. What it costs: on a CPU some microseconds for each
+The gradient of a parameter counts until it has been accumulated. What it costs: on a CPU a little time for each
 operation of a step; where storages are counted, work in Python for each operation.
 """
 

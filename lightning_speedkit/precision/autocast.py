@@ -12,7 +12,7 @@ NVIDIA, before 7.0                              ``32-true``      no tensor cores
 AMD, MI200 and later, RDNA 3 and later          ``bf16-mixed``   matrix units run bf16 as fast as fp16
 AMD, older (MI100, MI50, Vega, RDNA 1 and 2)    ``16-mixed``     bf16 is absent, or half as fast as fp16
 CPU with AVX512_BF16, AMX or Arm's BF16         ``bf16-mixed``   native bf16
-any other CPU                                   ``32-true``      emulated bf16 is slower than float32
+any other CPU                                   ``32-true``      bf16 is emulated
 XPU with native bf16                            ``bf16-mixed``   native bf16
 MPS                                             ``32-true``      see below
 ==============================================  ===============  ================================================

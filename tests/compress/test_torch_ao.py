@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,3 +176,16 @@ def test_numbers_are_those_of_int8_layers_alone() -> None:
 
 def test_kinds_of_layers_are_disjoint() -> None:
     assert not set(CONVOLUTIONS) & set(DYNAMIC_LAYERS)
+
+
+def test_torch_keeps_no_model_alive() -> None:
+    kept = []
+    for converted in (False, True):
+        model = observe_static(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), engine=quantized_engine())
+        model(torch.randn(4, 8))
+        if converted:
+            model = convert_static(model)
+        kept.append(weakref.ref(model))
+        del model
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
