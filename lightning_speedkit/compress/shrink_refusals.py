@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.quality import metric_direction
+from lightning_speedkit.measure.lightning_internals import has_hook_state
 
 __all__ = ["refuse_arguments", "refuse_judging", "refuse_module", "refuse_optimizers", "refuse_run"]
 
@@ -30,7 +31,7 @@ def refuse_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"StructuredPruning changes the shape of parameters, and {type(strategy).__name__} has spread them over "
             "devices. Use strategy='ddp' or one device, or shrink_model() before the fit."
         )
-    if isinstance(strategy, DDPStrategy) and strategy._ddp_comm_state is not None:
+    if isinstance(strategy, DDPStrategy) and has_hook_state(strategy):
         raise MisconfigurationException(
             "StructuredPruning wraps the model again after it changed, and the state of the DDP communication hook "
             "(ddp_comm_state) is that of the old shapes. Use a hook without state, or shrink_model() before the fit."

@@ -162,7 +162,7 @@ def convert_static(prepared: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _forget_models() -> None:
     """Empty a cache of torch that would keep each model, prepared and converted, as long as the process lives."""
-    cached = getattr(_quantization(".fx.utils"), "assert_and_get_unique_device", None)
+    cached: Any = getattr(_quantization(".fx.utils"), "assert_and_get_unique_device", None)
     if hasattr(cached, "cache_clear"):
         cached.cache_clear()
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 __all__ = [
     "forget_metric_attributes",
     "forget_static_graph_flush",
+    "has_hook_state",
     "is_accumulating",
     "logs_this_step",
     "loss_divisor",
@@ -53,6 +54,14 @@ def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[Any]]:
     """
     optimizers, schedules, _ = _configure_optimizers([] if configured is None else configured)
     return list(optimizers), list(schedules)
+
+
+def has_hook_state(strategy: DDPStrategy) -> bool:
+    """Whether ``strategy`` was given a state for its communication hook, as ``ddp_comm_state``.
+
+    Reads ``DDPStrategy._ddp_comm_state``.
+    """
+    return strategy._ddp_comm_state is not None
 
 
 def forget_static_graph_flush(strategy: DDPStrategy) -> None:

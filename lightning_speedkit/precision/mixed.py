@@ -229,13 +229,13 @@ class SpeedkitMixedPrecision(MixedPrecision):
     def _follow(self, device: torch.device) -> None:
         if self.precision == "bf16-mixed" and device.type == "cuda" and _emulates_bf16():
             rank_zero_warn(
-                f"{torch.cuda.get_device_name(device)} computes bfloat16 by emulation, slower than float32. "
+                f"{torch.cuda.get_device_name(device)} computes bfloat16 by emulation, which costs time. "
                 f"Use '16-mixed' here; fastest_precision() tells."
             )
         elif self.precision == "bf16-mixed" and device.type == "cpu" and not read_hardware("cpu").native_bf16:
             rank_zero_warn(
                 "This CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16): it computes it by "
-                "emulation, slower than float32. Use '32-true' here; fastest_precision() tells."
+                "emulation, which costs time. Use '32-true' here; fastest_precision() tells."
             )
         if device.type != self.device:
             self.device = device.type

@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 from lightning_speedkit.measure.lightning_internals import (
     forget_metric_attributes,
     forget_static_graph_flush,
+    has_hook_state,
     logs_this_step,
     read_optimizers,
     uncount_step,
@@ -37,6 +38,12 @@ def test_skips_backward_is_true_in_the_epoch_that_weight_averaging_adds() -> Non
     watch = Watch()
     short_fit(watch, StochasticWeightAveraging(0.1, swa_epoch_start=1), max_epochs=2)
     assert watch.skips == [False] * 10 + [True] * 5
+
+
+def test_the_state_of_a_hook_is_seen_on_a_strategy_that_was_given_one() -> None:
+    assert not has_hook_state(DDPStrategy())
+    assert not has_hook_state(DDPStrategy(ddp_comm_hook=lambda state, bucket: bucket))
+    assert has_hook_state(DDPStrategy(ddp_comm_state=object(), ddp_comm_hook=lambda state, bucket: bucket))
 
 
 def test_the_static_graph_flush_starts_as_not_done_and_is_forgotten() -> None:
