@@ -197,7 +197,9 @@ class PipelineStrategy(DDPStrategy):
             tensor.detach().copy_(sent)
         name = self._attribute_name(module)
         whole = module.get_submodule(name)
-        names = [child for child, _ in whole.named_children()]
+        assert isinstance(whole, nn.Sequential)
+        # a module without weights may stand in the chain several times
+        names = [child for child, _ in whole.named_modules(remove_duplicate=False) if child and "." not in child]
         size, count = self.pipeline_size, self.pipeline_size * self._per_rank
         starts = [0, *self._points(module, whole, name, count), len(names)]
         stages = [names[a:b] for a, b in itertools.pairwise(starts)]
@@ -217,7 +219,11 @@ class PipelineStrategy(DDPStrategy):
         self._step = ScheduledStep(module, layers, made, count, self._schedule, self._microbatches, self._groups[0])
 
     def _attribute_name(self, module: nn.Module) -> str:
-        known = [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
+        known = [
+            n
+            for n, m in module.named_modules()
+            if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
+        ]
         outer = [n for n in known if not any(n.startswith(f"{other}.") for other in known)]
         name = self._attribute
         if name is None and len(outer) == 1:
@@ -229,8 +235,8 @@ class PipelineStrategy(DDPStrategy):
             )
         return str(name)
 
-    def _points(self, module: Any, whole: nn.Module, name: str, count: int) -> list[int]:
-        layers = list(whole.children())
+    def _points(self, module: Any, whole: nn.Sequential, name: str, count: int) -> list[int]:
+        layers = list(whole)
         if count > len(layers):
             raise MisconfigurationException(
                 f"{count} stages are more than the {len(layers)} layers of {name!r}. Use fewer processes or "
@@ -279,8 +285,6 @@ class PipelineStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context():
-            pass  # a precision that cannot make its context says so before a schedule has begun
         values = [*args, *kwargs.values()]
         return self._step.run(values[0], values[1:], self.precision_plugin.train_step_context, self._deliver)
 
@@ -353,19 +357,21 @@ class PipelineStrategy(DDPStrategy):
         super().teardown()
 
     def _join(self) -> None:
-        """Put the whole ``nn.Sequential`` back, with the weights of all stages, unless the run failed."""
+        """Put the whole ``nn.Sequential`` back, with the weights of all stages; NaN after a failure."""
         assert self._groups is not None
         assert self._whole is not None
         assert self.lightning_module is not None
         whole, self._whole = self._whole, None
+        own = {**dict(self._layers.named_parameters()), **dict(self._layers.named_buffers())}
+        found: dict[str, Tensor] = {}
         if not self._failed:
-            own = {**dict(self._layers.named_parameters()), **dict(self._layers.named_buffers())}
             found = gather_tensors({name: tensor.detach() for name, tensor in own.items()}, [], self._groups[0])
-            here = {name for name, _ in self._layers.named_children()}
-            for name, layer in whole.named_children():
-                if name not in here:
-                    layer.to_empty(device="cpu")
-            for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
-                if name not in own:
-                    tensor.detach().copy_(found[name])
+        for layer in whole.children():
+            if any(tensor.is_meta for tensor in [*layer.parameters(), *layer.buffers()]):
+                layer.to_empty(device="cpu")
+        for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
+            if name in found and name not in own:
+                tensor.detach().copy_(found[name])
+            elif name not in own and tensor.is_floating_point():
+                tensor.detach().fill_(float("nan"))  # the other ranks may be gone, so nobody knows
         self.lightning_module.set_submodule(self._name, whole)

@@ -88,21 +88,20 @@ def check_layers(model: nn.Module, name: str, stages: Sequence[Sequence[str]]) -
         stages: The names of the layers of each stage.
     """
     layers = model.get_submodule(name)
-    stage_of = {layer: index for index, stage in enumerate(stages) for layer in stage}
-    owner: dict[int, tuple[str, int | None]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        inside = path.startswith(f"{name}.")
-        stage = stage_of[path[len(name) + 1 :].split(".")[0]] if inside else None
-        if stage is None and parameter.requires_grad and id(parameter) not in {id(p) for p in layers.parameters()}:
+    inside = {id(tensor) for tensor in [*layers.parameters(), *layers.buffers()]}
+    owner: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for path, tensor in named:
+        if tensor.requires_grad and id(tensor) not in inside:
             raise MisconfigurationException(
                 f"The parameter {path!r} is outside of the pipelined attribute {name!r}, so no stage would train it. "
                 "Put its layer into that attribute, or freeze it."
             )
-        first, first_stage = owner.setdefault(id(parameter), (path, stage))
-        if first_stage != stage:
+        first = owner.setdefault(id(tensor), path)
+        if first != path and id(tensor) in inside:
             raise MisconfigurationException(
-                f"The parameters {first!r} and {path!r} are one tensor (tied weights) on different stages, which would "
-                "drift apart. Put both into one stage by split_points, or untie them."
+                f"{first!r} and {path!r} are one tensor (tied weights), which would drift apart when its layers lie on "
+                "different processes. Untie them."
             )
     for index, stage_names in enumerate(stages):
         parts = [layers.get_submodule(layer) for layer in stage_names]

@@ -122,7 +122,7 @@ class ScheduledStep:
                 "training_step before the pipelined layers."
             )
         self._layers.calls = 0
-        with _without_logging(self._module), torch.no_grad(), torch.random.fork_rng(), self._context():
+        with _logging_to(self._module, {}), torch.no_grad(), torch.random.fork_rng(), self._context():
             output = self._module.training_step(self._cut.padded(0), *self._rest)
         if self._layers.calls != 1:
             raise MisconfigurationException(
