@@ -37,7 +37,7 @@ def balanced_split(costs: Sequence[float], stages: int) -> list[int]:
 
     Example:
 
-        >>> balanced_split([1, 1, 1, 3], 2), balanced_split([5, 1, 1, 1], 3)
+        >>> balanced_split([1, 1, 1, 3], 2), balanced_split([4, 2, 2, 4], 3)
         ([3], [1, 3])
     """
     layers = len(costs)
