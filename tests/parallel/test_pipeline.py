@@ -19,7 +19,7 @@ from lightning_speedkit.parallel.pipeline import PipelineStrategy
 from tests.preloaded import start_forked
 from tests.two_ranks import _free_port, _of_rank, _wait, on_two_ranks
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES: tuple[Any, ...] = ("gpipe", "1f1b", "interleaved")
 EPOCHS = {1: 3, 3: 7}  # 24 steps, and 21 of which every third has a short window
 SAMPLES, BATCH = 58, 8  # the last batch has 2 samples, fewer than the micro-batches
 
@@ -97,7 +97,7 @@ def _plain(
             for taken in rows[start : start + factor]:
                 loss = nn.functional.mse_loss(model.net(x[taken]), y[taken])
                 losses.append(float(loss.detach()))
-                (loss / factor).backward()
+                (loss / factor).backward()  # type: ignore[no-untyped-call]
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -127,7 +127,7 @@ def _runs() -> dict[str, Any]:
     found["test"] = run.test(model, _loader(), verbose=False)[0]["checked"]
     shared = Shared()
     shared.example_input_array = torch.ones(4, 3)
-    shared.forward = lambda x: shared.net(x)  # type: ignore[method-assign]
+    shared.forward = lambda x: shared.net(x)  # type: ignore[method-assign, misc]
     _trainer(PipelineStrategy(), max_epochs=1).fit(shared, _loader())
     found["shared"] = _weights(shared)
     found["predict"] = torch.cat(run.predict(model, _loader()))  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_a_module_that_stands_in_the_chain_several_times(runs: Any) -> None:
     optimizer = model.configure_optimizers()
     for start in range(0, SAMPLES, BATCH):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model.net(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+        nn.functional.mse_loss(model.net(x[start : start + BATCH]), y[start : start + BATCH]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for rank in runs:
         _close(rank["shared"], _weights(model))
@@ -280,7 +280,7 @@ class Short(Net):
 
 class Twice(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return (self.net(batch[0]) + self.net(batch[0])).mean()
+        return (self.net(batch[0]) + self.net(batch[0])).mean()  # type: ignore[no-any-return]
 
 
 class Normed(Net):
