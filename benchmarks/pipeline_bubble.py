@@ -130,12 +130,12 @@ def measure(schedule: str, microbatches: int, seconds: float, steps: int) -> dic
 def main() -> None:
     """Measure and write the results."""
     options = benchmark_arguments("The idle share of a pipeline's training step.", 3)
-    length = {"seconds": 0.002, "steps": 3} if options.smoke else {"seconds": 0.25, "steps": 4}
-    counts = (4,) if options.smoke else (4, 8)
+    length = {"seconds": 0.002, "steps": 3} if options.smoke else {"seconds": 0.05, "steps": 8}
+    counts = (4,) if options.smoke else (2, 4, 8)
     variants = [
         Variant(f"{schedule}, {count} micro-batches", "benchmarks.pipeline_bubble:measure", arguments)
         for schedule in ("gpipe", "1f1b", "interleaved")
-        for count in (counts if schedule != "interleaved" else (4,))
+        for count in counts
         for arguments in [{"schedule": schedule, "microbatches": count, **length}]
     ]
     run_benchmark(
