@@ -51,7 +51,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 class PipelineStrategy(DDPStrategy):
     """Trains the layers of one ``nn.Sequential`` on several processes, with data parallel beside it if there are more.
 
-    By name: ``Trainer(strategy="speedkit_pipeline")``. ``training_step`` has to call the attribute once, with one
+    ``training_step`` has to call the attribute once, with one
     tensor, and to return a loss that is a mean over samples. ``configure_optimizers`` sees the parameters of its own
     stage only.
 

@@ -210,6 +210,15 @@ def _log_replaced(module: pl.LightningModule, log: Callable[..., None]) -> Itera
         object.__delattr__(module, "log")
 
 
+def _keep(found: dict[str, tuple[float, dict[str, Any]]], name: str, value: Any, args: Any, options: Any) -> None:
+    if args or not isinstance(value, (int, float, Tensor)):
+        raise MisconfigurationException(
+            f"self.log({name!r}, ...) in training_step got a {type(value).__name__}"
+            f"{' and options without their names' if args else ''}: log numbers, with options by name."
+        )
+    found[name] = float(value.detach() if isinstance(value, Tensor) else value), options
+
+
 def _without_logging(module: pl.LightningModule) -> AbstractContextManager[None]:
     return _log_replaced(module, lambda *_, **__: None)
 
@@ -217,12 +226,4 @@ def _without_logging(module: pl.LightningModule) -> AbstractContextManager[None]
 def _logging_to(
     module: pl.LightningModule, found: dict[str, tuple[float, dict[str, Any]]]
 ) -> AbstractContextManager[None]:
-    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        if args or not isinstance(value, (int, float, Tensor)):
-            raise MisconfigurationException(
-                f"self.log({name!r}, ...) in training_step got a {type(value).__name__}"
-                f"{' and options without their names' if args else ''}: log numbers, with options by name."
-            )
-        found[name] = float(value.detach() if isinstance(value, Tensor) else value), options
-
-    return _log_replaced(module, log)
+    return _log_replaced(module, lambda name, value, *args, **options: _keep(found, name, value, args, options))
