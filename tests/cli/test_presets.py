@@ -60,6 +60,7 @@ def _table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
                 "ddp": "2 devices or more",
                 "ddp-static": "2 devices or more",
                 "multi-gpu": "2 devices or more",
+                "pipeline": "2 devices or more",
             },
         ),
         (TWO_H100, {}),
