@@ -42,9 +42,12 @@ def export_part(module: nn.Module, name: str, calls: Sequence[Call]) -> Exported
     with torch.no_grad():
         form = form_of(module, calls[0].args, calls[0].kwargs, call_with(module, calls[0]))
     try:
-        inputs = [form.tensors(call.args, call.kwargs) for call in calls]
-    except (TypeError, ValueError) as error:
+        others = [form.difference(call.args, call.kwargs) for call in calls]
+    except TypeError as error:
         raise QuantizationError(f"it is called in several ways ({error})") from error
+    if other := next(filter(None, others), None):
+        raise QuantizationError(f"it is called in several ways ({other})")
+    inputs = [form.tensors(call.args, call.kwargs) for call in calls]
     example, shapes = _example(inputs)
     flat = _Flat(module, form).eval()
     try:

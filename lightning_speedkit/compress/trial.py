@@ -15,8 +15,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_speedkit.compress.call_difference import CALLED_LIKE_FLOAT
 from lightning_speedkit.compress.calls import batch_size
-from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, told
+from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, needed_arguments, told
 from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, engine_named, engines_for, float_engine
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint, float_copy
 from lightning_speedkit.compress.int8 import weighted_layers
@@ -186,7 +187,11 @@ def _report(selection: Selection, kept: Candidate | None) -> QuantizationReport:
         metric_drop=one.metric_drop,
         relative_error=one.relative_error,
     )
-    return replace(report, notes=_notes(report))
+    notes = _notes(report)
+    if kept is not None and report.kept:
+        module = shown.converted.module
+        notes += _call_notes(needed_arguments(selection.floating, module, selection.calls, report.device))
+    return replace(report, notes=notes)
 
 
 def _reason(selection: Selection, kept: Candidate | None) -> str:
@@ -216,6 +221,17 @@ def _notes(report: QuantizationReport) -> tuple[str, ...]:
     if report.kept and report.bytes_before and report.bytes_after and report.bytes_after >= report.bytes_before:
         notes.append(f"It is not smaller: {report.bytes_before} -> {report.bytes_after} bytes.")
     return tuple(notes)
+
+
+def _call_notes(needed: Sequence[str]) -> tuple[str, ...]:
+    if not needed:
+        return ()
+    names = " and ".join(filter(None, (", ".join(needed[:-1]), needed[-1])))
+    return (
+        f"It cannot be called without {names}, as the float model can: the steps of the fit gave {names}, and it is "
+        "made for such calls. Give zeros of the same shape where there are none, let the step keep its labels to "
+        f"itself, or use backend={CALLED_LIKE_FLOAT!r}, whose copies are called like the float model.",
+    )
 
 
 def _refuse_lazy(module: nn.Module) -> None:
