@@ -8,22 +8,21 @@ Each stage sleeps as long as the others in forward and in backward, so two stage
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Variant, benchmark_arguments, run_benchmark
-from benchmarks.worker import ROOT
+from lightning_speedkit.parallel import PipelineStrategy
 
 PROCESSES = 2
 
@@ -78,12 +77,29 @@ class _Clock(Callback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def rank(schedule: str, microbatches: int, seconds: float, steps: int) -> None:
-    """What each process runs; prints the median seconds of a step after the first two."""
-    from lightning_speedkit.parallel.pipeline import PipelineStrategy
+def measure(schedule: str, microbatches: int, seconds: float, steps: int) -> dict[str, float]:
+    """The idle share of a step, what the formula says, and one by the other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    per_rank = 2 if schedule == "interleaved" else 1
+    context = multiprocessing.get_context("spawn")
+    told = context.SimpleQueue()
+    arguments = (port, told, schedule, per_rank * PROCESSES, microbatches, seconds, steps)
+    torch.multiprocessing.spawn(_rank, arguments, nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+    step = statistics.median(told.get())
+    busy = per_rank * microbatches * 2 * seconds
+    formula = (PROCESSES - 1) / (per_rank * microbatches + PROCESSES - 1)
+    share = 1 - busy / step
+    return {"bubble_share": share, "formula_share": formula, "share_by_formula": share / formula}
 
+
+def _rank(rank: int, port: int, told: Any, schedule: str, stages: int, microbatches: int, *length: Any) -> None:
+    """Trains a chain that sleeps; rank 0 tells the seconds of the steps after the first two."""
+    seconds, steps = length
+    os.environ |= {"WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     clock, strategy = _Clock(), PipelineStrategy("net", microbatches=microbatches, schedule=schedule)  # type: ignore[arg-type]
-    stages = PROCESSES * (2 if schedule == "interleaved" else 1)
     data = DataLoader(TensorDataset(torch.ones(steps * microbatches, 1)), batch_size=microbatches)
     Trainer(
         strategy=strategy,
@@ -97,40 +113,14 @@ def rank(schedule: str, microbatches: int, seconds: float, steps: int) -> None:
         use_distributed_sampler=False,
         callbacks=clock,
     ).fit(Sleeper(stages, seconds), data)
-    print(json.dumps({"seconds_per_step": statistics.median(clock.seconds[2:])}))
-
-
-def measure(schedule: str, microbatches: int, seconds: float, steps: int) -> dict[str, float]:
-    """The idle share of a step, what the formula says, and one by the other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    call = f"from benchmarks.pipeline_bubble import rank; rank({schedule!r}, {microbatches}, {seconds}, {steps})"
-    common = {"WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0"}
-    common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    running: list[subprocess.Popen[str]] = []
-    try:
-        for index in range(PROCESSES):
-            environment = {**os.environ, **common, "LOCAL_RANK": str(index), "RANK": str(index)}
-            command = [sys.executable, "-c", call]
-            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        told = [process.communicate(timeout=60)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    step = float(json.loads(told[0].splitlines()[-1])["seconds_per_step"])
-    per_rank = 2 if schedule == "interleaved" else 1
-    busy = per_rank * microbatches * 2 * seconds
-    formula = (PROCESSES - 1) / (per_rank * microbatches + PROCESSES - 1)
-    share = 1 - busy / step
-    return {"bubble_share": share, "formula_share": formula, "share_by_formula": share / formula}
+    if rank == 0:
+        told.put(clock.seconds[2:])
 
 
 def main() -> None:
     """Measure and write the results."""
     options = benchmark_arguments("The idle share of a pipeline's training step.", 3)
-    length = {"seconds": 0.002, "steps": 3} if options.smoke else {"seconds": 0.05, "steps": 8}
+    length = {"seconds": 0.002, "steps": 3} if options.smoke else {"seconds": 0.25, "steps": 5}
     counts = (4,) if options.smoke else (2, 4, 8)
     variants = [
         Variant(f"{schedule}, {count} micro-batches", "benchmarks.pipeline_bubble:measure", arguments)
@@ -143,7 +133,7 @@ def main() -> None:
         variants,
         rounds=options.rounds,
         warmup=0,
-        timeout=90,
+        timeout=240,
         results=options.results,
         forked=options.smoke,
     )

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import PipelineStrategy
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.parallel.pipeline import PipelineStrategy
 
 
 def loader(split: str) -> DataLoader:

@@ -13,29 +13,24 @@ Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_speedkit.parallel.pipeline_layers import (
-    PipelinedLayers,
-    Stage,
-    balanced_split,
-    check_layers,
-    measure_layers,
-)
+from lightning_speedkit.parallel.ddp import checked_timeout
+from lightning_speedkit.parallel.pipeline_cut import check_layers, cut_points, find_chain, stages_of
+from lightning_speedkit.parallel.pipeline_layers import PipelinedLayers, Stage
 from lightning_speedkit.parallel.pipeline_run import Schedule, ScheduledStep
 from lightning_speedkit.parallel.pipeline_state import (
     gather_optimizer_state,
@@ -45,13 +40,18 @@ from lightning_speedkit.parallel.pipeline_state import (
 
 __all__ = ["PipelineStrategy"]
 
+# of this kit
+_SEE_ALL = (
+    *("AutoMicroBatch", "AverageWeights", "BatchSizeSearch", "CompileModel", "Distillation", "GradientClipping"),
+    *("NonFiniteGuard", "Pruning", "QuantizationAwareTraining", "QuantizeOnFitEnd", "SpikeGuard", "StructuredPruning"),
+)
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 class PipelineStrategy(DDPStrategy):
     """Trains the layers of one ``nn.Sequential`` on several processes, with data parallel beside it if there are more.
 
-    ``training_step`` has to call the attribute once, with one
+    By name: ``Trainer(strategy="speedkit_pipeline")``. ``training_step`` has to call the attribute once, with one
     tensor, and to return a loss that is a mean over samples. ``configure_optimizers`` sees the parameters of its own
     stage only.
 
@@ -103,9 +103,7 @@ class PipelineStrategy(DDPStrategy):
                 f"stages_per_rank={per_rank} does not go with schedule={schedule!r}: 'interleaved' needs at least 2, "
                 "the others have 1."
             )
-        if not 0.001 <= timeout_seconds <= 1e9:
-            raise ValueError(f"timeout_seconds={timeout_seconds!r} must be from 0.001 to 1e9.")
-        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=float(timeout_seconds)))
+        super().__init__(process_group_backend=process_group_backend, timeout=checked_timeout(timeout_seconds))
         self._attribute = attribute
         self._pipeline_size = pipeline_size
         self._microbatches = microbatches
@@ -180,6 +178,14 @@ class PipelineStrategy(DDPStrategy):
                 "A pipeline runs forward and backward of all micro-batches at once, so manual optimization "
                 "(automatic_optimization=False) cannot place its own. Use automatic optimization, or DDP."
             )
+        for callback in vars(trainer)["callbacks"]:
+            averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+            if averages or type(callback).__name__ in _SEE_ALL:
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} works on all layers, gradients or weights together, and in a pipeline "
+                    "each process has those of its own stages. Leave it out; to clip, use the Trainer's "
+                    "gradient_clip_val."
+                )
         precision = str(getattr(self.precision_plugin, "precision", "unknown"))
         if precision not in _PRECISIONS:
             raise MisconfigurationException(
@@ -195,15 +201,13 @@ class PipelineStrategy(DDPStrategy):
             sent = tensor.detach().to(self.root_device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.detach().copy_(sent)
-        name = self._attribute_name(module)
+        name = find_chain(module, self._attribute)
         whole = module.get_submodule(name)
-        assert isinstance(whole, nn.Sequential)
-        # a module without weights may stand in the chain several times
-        names = [child for child, _ in whole.named_modules(remove_duplicate=False) if child and "." not in child]
         size, count = self.pipeline_size, self.pipeline_size * self._per_rank
-        starts = [0, *self._points(module, whole, name, count), len(names)]
-        stages = [names[a:b] for a, b in itertools.pairwise(starts)]
+        points = cut_points(module, name, count) if self._split_points is None else self._split_points
+        stages = stages_of(module, name, count, self.broadcast(points))  # measured seconds differ between ranks
         check_layers(module, name, stages)
+        names = [layer for stage in stages for layer in stage]
         here = range(self.global_rank % size, count, size)
         made = {
             i: Stage([whole.get_submodule(n) for n in stages[i]], self.precision_plugin.forward_context) for i in here
@@ -217,62 +221,6 @@ class PipelineStrategy(DDPStrategy):
         self._whole, self._name, self._layers = whole, name, layers
         module.set_submodule(name, layers)
         self._step = ScheduledStep(module, layers, made, count, self._schedule, self._microbatches, self._groups[0])
-
-    def _attribute_name(self, module: nn.Module) -> str:
-        known = [
-            n
-            for n, m in module.named_modules()
-            if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
-        ]
-        outer = [n for n in known if not any(n.startswith(f"{other}.") for other in known)]
-        name = self._attribute
-        if name is None and len(outer) == 1:
-            return str(outer[0])
-        if name not in known:
-            raise MisconfigurationException(
-                f"attribute={name!r} is no nn.Sequential of {type(module).__name__}, which has "
-                f"{', '.join(map(repr, known)) or 'none'}. Name the one whose layers make the pipeline."
-            )
-        return str(name)
-
-    def _points(self, module: Any, whole: nn.Sequential, name: str, count: int) -> list[int]:
-        layers = list(whole)
-        if count > len(layers):
-            raise MisconfigurationException(
-                f"{count} stages are more than the {len(layers)} layers of {name!r}. Use fewer processes or "
-                "stages_per_rank, or pipeline_size with data parallel beside it."
-            )
-        points = self._split_points
-        if points is None:
-            sizes = [float(sum(p.numel() for p in layer.parameters() if p.requires_grad)) for layer in layers]
-            costs = self._measured(module, whole, layers) or sizes
-            trained = [index for index, size in enumerate(sizes) if size]
-            if count > len(trained):
-                raise MisconfigurationException(
-                    f"{count} stages are more than the {len(trained)} layers of {name!r} with parameters to train. "
-                    "Use fewer stages."
-                )
-            starts = [0, *trained[1:], len(layers)]  # a layer without parameters goes with the one before it
-            merged = [sum(costs[a:b]) for a, b in itertools.pairwise(starts)]
-            return self.broadcast([starts[cut] for cut in balanced_split(merged, count)])
-        if len(points) != count - 1 or [0, *points, len(layers)] != sorted({0, *points, len(layers)}):
-            raise MisconfigurationException(
-                f"split_points={points} must be {count - 1} rising layer indices from 1 to {len(layers) - 1} for "
-                f"{count} stages."
-            )
-        return points
-
-    def _measured(self, module: Any, whole: nn.Module, layers: list[nn.Module]) -> list[float]:
-        example, seen = getattr(module, "example_input_array", None), []
-        if example is None:
-            return []
-        handle = whole.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                module(*(example if isinstance(example, tuple) else (example,)))
-        finally:
-            handle.remove()
-        return measure_layers(layers, seen[0]) if seen else []
 
     @override
     @contextmanager

@@ -1,14 +1,10 @@
-"""The part of a model that is spread over the stages of a pipeline: how it is cut, and how it is called.
+"""What stands in a model for the ``nn.Sequential`` whose layers are spread over the stages of a pipeline.
 
-``balanced_split`` cuts a chain of layers where the dearest stage is cheapest. ``PipelinedLayers`` stands in the model
-for the ``nn.Sequential`` that was cut; it holds the layers of this rank under their old names.
+It holds the layers of this rank under their old names.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,103 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-__all__ = ["InputReached", "PipelinedLayers", "Stage", "balanced_split", "check_layers", "measure_layers"]
-
-
-def balanced_split(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to cut a chain of layers so that the dearest stage costs least.
-
-    Args:
-        costs: What each layer costs, in any one unit.
-        stages: How many stages to make.
-
-    Returns:
-        The index of the first layer of each stage but the first.
-
-    Raises:
-        ValueError: There are more stages than layers.
-
-    Example:
-
-        >>> balanced_split([1, 1, 1, 3], 2), balanced_split([4, 2, 2, 4], 3)
-        ([3], [1, 3])
-    """
-    layers = len(costs)
-    if stages > layers:
-        raise ValueError(
-            f"{stages} stages of {layers} layers: a stage needs at least one. Use at most {layers} stages."
-        )
-    total = [0.0, *itertools.accumulate(float(cost) for cost in costs)]
-    # best[end]: the cost of the dearest stage of layers[:end], and where its stages end
-    best: dict[int, tuple[float, list[int]]] = {end: (total[end], []) for end in range(1, layers + 1)}
-    for made in range(2, stages + 1):
-        best = {
-            end: min((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut]) for cut in best if cut < end)
-            for end in range(made, layers + 1)
-        }
-    return best[layers][1]
-
-
-def measure_layers(layers: Sequence[nn.Module], value: Tensor, repeats: int = 3) -> list[float]:
-    """Seconds of forward and backward of each layer in a chain, the least of some repeats.
-
-    It works on copies, so weights, buffers and gradients stay as they are; random state is put back.
-    """
-    costs = []
-    with torch.random.fork_rng(), torch.enable_grad():
-        for layer in layers:
-            trial, spent = copy.deepcopy(layer), []
-            for _ in range(repeats):
-                entry = value.detach().requires_grad_(value.is_floating_point())
-                start = time.perf_counter()
-                result = trial(entry)
-                if result.requires_grad:
-                    result.sum().backward()
-                if value.is_cuda:
-                    torch.cuda.synchronize(value.device)
-                spent.append(time.perf_counter() - start)
-            costs.append(min(spent))
-            value = result.detach()
-    return costs
-
-
-def check_layers(model: nn.Module, name: str, stages: Sequence[Sequence[str]]) -> None:
-    """Raise for what a pipeline would train wrongly.
-
-    Args:
-        model: The whole model.
-        name: The attribute that is cut.
-        stages: The names of the layers of each stage.
-    """
-    layers = model.get_submodule(name)
-    inside = {id(tensor) for tensor in [*layers.parameters(), *layers.buffers()]}
-    owner: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for path, tensor in named:
-        if tensor.requires_grad and id(tensor) not in inside:
-            raise MisconfigurationException(
-                f"The parameter {path!r} is outside of the pipelined attribute {name!r}, so no stage would train it. "
-                "Put its layer into that attribute, or freeze it."
-            )
-        first = owner.setdefault(id(tensor), path)
-        if first != path and id(tensor) in inside:
-            raise MisconfigurationException(
-                f"{first!r} and {path!r} are one tensor (tied weights), which would drift apart when its layers lie on "
-                "different processes. Untie them."
-            )
-    for index, stage_names in enumerate(stages):
-        parts = [layers.get_submodule(layer) for layer in stage_names]
-        if not any(p.requires_grad for part in parts for p in part.parameters()):
-            raise MisconfigurationException(
-                f"Stage {index} (layers {', '.join(stage_names)} of {name!r}) has no parameter to train. "
-                "Move the split_points, or use fewer stages."
-            )
-    for path, module in layers.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise MisconfigurationException(
-                f"{name}.{path} is a {type(module).__name__}: under a pipeline it would see micro-batches, and its "
-                "statistics would be wrong. Use GroupNorm or LayerNorm."
-            )
+__all__ = ["InputReached", "PipelinedLayers", "Stage"]
 
 
 class InputReached(BaseException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Callable
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import AverageWeights, GradientClipping, NonFiniteGuard, Pruning, SpikeGuard
 from lightning_speedkit.parallel.pipeline import PipelineStrategy
-from tests.preloaded import start_forked
-from tests.two_ranks import _free_port, _of_rank, _wait, on_two_ranks
+from tests.two_ranks import on_ranks, on_two_ranks
 
 SCHEDULES: tuple[Any, ...] = ("gpipe", "1f1b", "interleaved")
 EPOCHS = {1: 3, 3: 7}  # 24 steps, and 21 of which every third has a short window
@@ -216,22 +216,6 @@ def test_one_checkpoint_for_the_plain_module_and_for_resuming() -> None:
     assert len(optimizer.state) == len(list(plain.parameters()))
 
 
-def _on_four(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    port = str(_free_port())
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        logs = [Path(folder, f"log{rank}.txt") for rank in range(4)]
-        ranks = [
-            stack.enter_context(
-                start_forked(function, *arguments, log=log, environment={**_of_rank(rank, port), "WORLD_SIZE": "4"})
-            )
-            for rank, log in enumerate(logs)
-        ]
-        codes = _wait(ranks, 60.0)
-        assert codes == [0] * 4, "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-        return [process.result() for process in ranks]
-
-
 def _replicas() -> Any:
     found = {}
     for factor, epochs in EPOCHS.items():
@@ -245,7 +229,7 @@ def _replicas() -> Any:
 
 
 def test_two_pipelines_beside_each_other_equal_one_process() -> None:
-    for rank, found in enumerate(_on_four(_replicas)):
+    for rank, found in enumerate(on_ranks(4, _replicas, timeout=60.0)):
         for factor in EPOCHS:
             _close(found[factor, "64-true"][0], _plain(factor, dtype=torch.float64)[0], 1e-12)
             # a mean of two means is rounded otherwise than one mean: all weights together
@@ -327,6 +311,14 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "world": (Net, {"pipeline_size": 3}, "2 processes do not make pipelines of 3"),
     "few": (Net, {"microbatches": 1}, "less than the 2 stages"),
 }
+ONE_STAGE_ONLY: dict[str, Callable[[], Callback]] = {
+    "GradientClipping": lambda: GradientClipping(limit=1.0),
+    "NonFiniteGuard": NonFiniteGuard,
+    "SpikeGuard": SpikeGuard,
+    "Pruning": lambda: Pruning(0.5),
+    "AverageWeights": AverageWeights,
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1),
+}
 
 
 def _refusals() -> dict[str, str]:
@@ -334,6 +326,11 @@ def _refusals() -> dict[str, str]:
     for name, (kind, arguments, _) in REFUSED.items():
         try:
             _trainer(PipelineStrategy(**arguments)).fit(kind(), _loader())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    for name, make in ONE_STAGE_ONLY.items():
+        try:
+            _trainer(PipelineStrategy(), callbacks=[make()]).fit(Net(), _loader())
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     try:
@@ -354,6 +351,12 @@ def test_what_would_be_trained_wrongly_is_refused_on_all_ranks(refusals: Any, na
     for rank in refusals:
         assert rank[name].startswith("MisconfigurationException")
         assert re.search(REFUSED[name][2], rank[name]), rank[name]
+
+
+@pytest.mark.parametrize("name", ONE_STAGE_ONLY)
+def test_callbacks_that_would_see_one_stage_are_refused(refusals: Any, name: str) -> None:
+    for rank in refusals:
+        assert rank[name].startswith(f"MisconfigurationException: {name} works on all layers")
 
 
 def test_float16_is_refused(refusals: Any) -> None:

@@ -1,38 +1,63 @@
-"""The cut of a chain of layers, against all cuts that there are."""
+"""What stands for the cut layers, with one stage that has them all."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_speedkit.parallel.pipeline_layers import balanced_split, measure_layers
+from lightning_speedkit.parallel.pipeline_layers import InputReached, PipelinedLayers, Stage
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5, 7])
-def test_no_other_cut_has_a_cheaper_dearest_stage(stages: int) -> None:
-    for seed in range(20):
-        costs = torch.rand(7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
-
-        def dearest(cut: tuple[int, ...], costs: list[float] = costs) -> float:
-            return max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cut, len(costs)]))
-
-        best = min(dearest(cut) for cut in itertools.combinations(range(1, 7), stages - 1))
-        assert dearest(tuple(balanced_split(costs, stages))) == pytest.approx(best)
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(ValueError, match="3 stages of 2 layers"):
-        balanced_split([1.0, 1.0], 3)
+def _made() -> tuple[nn.Sequential, PipelinedLayers]:
+    whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    stages = {
+        0: Stage([whole[0]], contextlib.nullcontext),
+        1: Stage([whole[1], whole[2]], contextlib.nullcontext),
+    }
+    return whole, PipelinedLayers(whole, ["0", "1", "2"], stages, 2, dist.group.WORLD)
 
 
-def test_measuring_changes_nothing() -> None:
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 1))
-    before, state = [p.clone() for p in layers.parameters()], torch.get_rng_state()
-    costs = measure_layers(list(layers), torch.ones(4, 2))
-    assert len(costs) == 3
-    assert all(cost > 0 for cost in costs)
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, layers.parameters(), strict=True))
-    assert torch.equal(state, torch.get_rng_state())
+def test_without_gradients_it_is_the_whole_chain_under_its_names() -> None:
+    whole, layers = _made()
+    x = torch.randn(5, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(layers(x), whole(x), rtol=0, atol=0)
+    assert layers.state_dict().keys() == whole.state_dict().keys()
+    assert layers.calls == 1
+
+
+def test_in_a_step_it_gives_the_answer_or_says_what_came() -> None:
+    _, layers = _made()
+    x = torch.randn(5, 3)
+    layers.catches_input = True
+    with pytest.raises(InputReached) as reached:
+        layers(x)
+    assert reached.value.value is x
+    layers.catches_input, layers.answer = False, torch.ones(5, 2)
+    assert layers(x) is layers.answer
+
+
+def test_outside_of_a_step_it_is_not_called_with_gradients() -> None:
+    with pytest.raises(MisconfigurationException, match="called with gradients outside of training_step"):
+        _made()[1](torch.randn(5, 3))
+
+
+def test_a_stage_that_fails_is_named() -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Stage 0 failed: RuntimeError"):
+        _made()[1](torch.randn(5, 7))
