@@ -40,11 +40,12 @@ def refusal_of_call(
     name: str, wanted: Mapping[str, Any], found: Mapping[str, Any], *, spread: Sequence[str] = ()
 ) -> str:
     """What is said of a call of the network ``name`` that has another form than the one it was quantized for."""
+    told = difference(wanted, found, spread=spread)
+    zeros = ": zeros of the same shape stand in for labels, and the loss made of them means nothing"
     return (
-        f"The quantized forward of {name} can only be called as on the calibration batches: "
-        f"{difference(wanted, found, spread=spread)}. Give what it was given there: zeros of the same shape stand in "
-        "for labels, and the loss made of them means nothing. Or quantize with "
-        f"backend={CALLED_LIKE_FLOAT!r}, whose copies are called like the float model."
+        f"The quantized forward of {name} can only be called as on the calibration batches: {told}. Give what it was "
+        f"given there{zeros if 'is missing' in told else ''}. Or quantize with backend={CALLED_LIKE_FLOAT!r}, whose "
+        "copies are called like the float model."
     )
 
 
@@ -76,4 +77,4 @@ def _leaves_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _said(value: Any) -> str:
-    return "a tensor" if same(value, TENSOR) else f"{value!r:.60}"
+    return "a tensor" if same(value, TENSOR) else f"{' '.join(repr(value).split()):.60}"

@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -122,18 +123,19 @@ def _shorter(module: nn.Module, call: Call) -> Iterator[tuple[str, Call]]:
     """``call`` without one of its tensors that need not be given, and the name of that argument."""
     signature = inspect.signature(module.forward)
     given = dict(signature.bind(*call.args, **call.kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if name not in given:
-            continue
-        rest = {key: value for key, value in given.items() if key != name}
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            for key in (key for key, value in given[name].items() if tensors_of(value)):
-                fewer = {other: value for other, value in given[name].items() if other != key}
-                bound = inspect.BoundArguments(signature, OrderedDict({**rest, name: fewer}))
-                yield key, Call(call.name, bound.args, bound.kwargs)
-        elif parameter.default is not inspect.Parameter.empty and tensors_of(given[name]):
-            bound = inspect.BoundArguments(signature, OrderedDict(rest))
-            yield name, Call(call.name, bound.args, bound.kwargs)
+
+    def with_only(arguments: dict[str, Any]) -> Call:
+        bound = inspect.BoundArguments(signature, OrderedDict(arguments))
+        return Call(call.name, bound.args, bound.kwargs)
+
+    for name, value in given.items():
+        parameter = signature.parameters[name]
+        if parameter.default is not inspect.Parameter.empty and tensors_of(value):
+            yield name, with_only({key: other for key, other in given.items() if key != name})
+        for key in (key for key, part in value.items() if tensors_of(part)) if type(value) is dict else ():
+            fewer = {other: part for other, part in value.items() if other != key}
+            is_spread = parameter.kind is inspect.Parameter.VAR_KEYWORD
+            yield key if is_spread else f"{name}[{key!r}]", with_only({**given, name: fewer})
 
 
 def _answers(module: nn.Module, call: Call) -> bool:

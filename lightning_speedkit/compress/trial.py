@@ -188,7 +188,7 @@ def _report(selection: Selection, kept: Candidate | None) -> QuantizationReport:
         relative_error=one.relative_error,
     )
     notes = _notes(report)
-    if kept is not None and report.kept:
+    if kept is not None:
         module = shown.converted.module
         notes += _call_notes(needed_arguments(selection.floating, module, selection.calls, report.device))
     return replace(report, notes=notes)

@@ -38,9 +38,16 @@ def test_no_argument_is_cut_off() -> None:
     many = {f"argument_{index}": TENSOR for index in range(40)}
     told = refusal_of_call("Net", {"batch": many}, {"batch": {}}, spread=["batch"])
     assert all(f"{name} is missing" in told for name in many)
+    assert "zeros of the same shape stand in for labels" in told
     assert "quantize with backend='torch-ao-dynamic'" in told
+
+
+def test_zeros_are_advised_only_where_something_is_missing() -> None:
+    told = refusal_of_call("Net", {"x": TENSOR, "scale": 1.0}, {"x": TENSOR, "scale": 2.0})
+    assert "scale is 2.0, and was 1.0. Give what it was given there. Or quantize" in told
 
 
 def test_an_array_is_not_the_same_as_a_mark() -> None:
     assert not same(numpy.ones((2, 2)), numpy.ones((2, 2)))
     assert difference({"x": TENSOR}, {"x": numpy.zeros(2)}) == "x is array([0., 0.]), and was a tensor"
+    assert "\n" not in difference({"x": TENSOR}, {"x": numpy.zeros((9, 9))})

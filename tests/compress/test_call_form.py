@@ -89,7 +89,7 @@ def test_an_argument_that_is_neither_tensor_nor_plain_is_refused() -> None:
 
 def test_an_array_is_refused_as_what_it_is() -> None:
     form = form_of(nn.Linear(2, 1), (torch.ones(3, 2),), {}, torch.ones(3, 1))
-    with pytest.raises(ValueError, match=r": input is array\(\[\[1., 1.\],.*, and was a tensor\."):
+    with pytest.raises(ValueError, match=r": input is array\(\[\[1., 1.\], \[1., 1.\],.*, and was a tensor\."):
         form.tensors((numpy.ones((3, 2)),), {})
 
 

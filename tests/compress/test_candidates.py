@@ -184,6 +184,7 @@ _X = torch.ones(3, 2)
         (Call("", (_X,), {"labels": _X}), ("x",), ("x",), []),
         (Call("", (_X,), {"start": _X, "kind": "a"}), ("x",), ("start", "kind"), ["start"]),
         (Call("", (_X,), {}), ("x",), ("x",), []),
+        (Call("", (_X,), {"more": {"a": _X, "b": _X}}), ("x",), ("x",), []),
     ],
 )
 def test_arguments_that_only_the_copy_needs_are_found(
@@ -192,3 +193,22 @@ def test_arguments_that_only_the_copy_needs_are_found(
     assert needed_arguments(_Asks(float_wants), _Asks(copy_wants), [call, call]) == needed
     inner = Call("0", call.args, call.kwargs)
     assert needed_arguments(nn.Sequential(_Asks(float_wants)), nn.Sequential(_Asks(copy_wants)), [inner]) == needed
+
+
+class _OneDict(nn.Linear):
+    """Takes a batch as one dict, as a step that calls ``self(batch)`` gives it."""
+
+    def __init__(self, wants: tuple[str, ...]) -> None:
+        super().__init__(2, 1)
+        self.wants = wants
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        if set(self.wants) - set(batch):
+            raise ValueError(f"wants {self.wants}")
+        return super().forward(batch["x"])
+
+
+def test_what_only_the_copy_needs_inside_of_a_dict_is_found() -> None:
+    call = Call("", ({"x": _X, "labels": _X},), {})
+    assert needed_arguments(_OneDict(("x",)), _OneDict(("x", "labels")), [call]) == ["batch['labels']"]
+    assert needed_arguments(_OneDict(("x", "labels")), _OneDict(("x", "labels")), [call]) == []
