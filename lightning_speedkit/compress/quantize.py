@@ -31,7 +31,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_speedkit.compress.artefact import load_quantized, save_quantized
-from lightning_speedkit.compress.conversion import QuantizationDetails, check_choice, quantize_model
+from lightning_speedkit.compress.choice import check_choice
+from lightning_speedkit.compress.conversion import QuantizationDetails, quantize_model
 from lightning_speedkit.compress.engine import FORMATS, SCHEMES, engine_named
 from lightning_speedkit.compress.judge import Judge
 from lightning_speedkit.compress.kept_batches import KeptBatches, planned_batches

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.compress.calls import Call
-from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.choice import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_fit import is_trial_run
