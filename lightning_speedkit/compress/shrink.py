@@ -31,7 +31,7 @@ from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.choice import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.quantize_arguments import check_skip
-from lightning_speedkit.compress.quantize_fit import is_trial_run
+from lightning_speedkit.compress.quantize_fit import is_trial_run, why_untrained
 from lightning_speedkit.compress.shrink_best import warn_of_another_size
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
@@ -206,6 +206,7 @@ class StructuredPruning(Callback):
         self.folder = folder
         self.report: ShrinkReport | None = None
         self._run = ShrinkRun()
+        self._has_begun = False
 
     @property
     def epochs(self) -> list[int]:
@@ -220,7 +221,7 @@ class StructuredPruning(Callback):
         follow_checkpoints(pl_module)
         if stage != "fit":
             return
-        self.report, self._run = None, ShrinkRun()
+        self.report, self._run, self._has_begun = None, ShrinkRun(), False
         if self._removes_something():
             refuse_run(trainer, pl_module)
             torch_pruning()  # a missing library is said before the first epoch
@@ -229,6 +230,7 @@ class StructuredPruning(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_begun = True
         if self._removes_something() and not is_trial_run(trainer):
             refuse_optimizers(trainer.optimizers)
             check_skip(pl_module, self.skip)
@@ -281,6 +283,8 @@ class StructuredPruning(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and not is_trial_run(trainer):
             warn_of_another_size(trainer, pl_module)
+            if not self._has_begun and self._removes_something():
+                rank_zero_warn(f"StructuredPruning did nothing: no batch was trained ({why_untrained(trainer)}).")
 
     @override
     def on_save_checkpoint(

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.conversion import on_cpu
 from lightning_speedkit.compress.float_copy import copy_module, float_copy
-from lightning_speedkit.compress.quality import metric_drop
+from lightning_speedkit.compress.quality import drop_text, metric_drop
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, wrap_again
 from lightning_speedkit.compress.shrink_plan import ShrinkPlan, ShrinkSettings, plan_shrink
 from lightning_speedkit.compress.shrink_refusals import refuse_module
@@ -110,7 +110,7 @@ class ShrinkRun:
             return
         self.metric_before, self.metric_after = pending["metric"], after
         self.metric_drop = metric_drop(self.metric_before, after, self.mode or "max")
-        verdict = f"{self.metric} went from {self.metric_before:.6g} to {after:.6g}: a drop of {self.metric_drop:.3g}, "
+        verdict = f"{self.metric} went from {self.metric_before:.6g} to {after:.6g}: {drop_text(self.metric_drop)}, "
         self.undone = not self.metric_drop <= max_metric_drop
         if not self.undone:
             self.reason = f"{verdict}within max_metric_drop={max_metric_drop:g}."
