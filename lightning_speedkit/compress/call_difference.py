@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CALLED_LIKE_FLOAT", "TENSOR", "difference", "refusal_of_call", "same"]
+__all__ = ["CALLED_LIKE_FLOAT", "TENSOR", "difference", "refusal_of_call", "same", "tensor_names"]
 
 TENSOR = "<tensor>"  # stands for a tensor among arguments
 CALLED_LIKE_FLOAT = "torch-ao-dynamic"  # the engine whose copies take every call that the float network takes
@@ -47,6 +47,15 @@ def refusal_of_call(
         f"given there{zeros if 'is missing' in told else ''}. Or quantize with backend={CALLED_LIKE_FLOAT!r}, whose "
         "copies are called like the float model."
     )
+
+
+def tensor_names(arguments: Mapping[str, Any], *, spread: Sequence[str] = ()) -> list[str]:
+    """How a caller names each tensor among ``arguments``, in their order.
+
+    >>> tensor_names({"x": "<tensor>", "scale": 2.0, "batch": {"labels": "<tensor>"}}, spread=["batch"])
+    ['x', 'labels']
+    """
+    return [path for path, value in _leaves(arguments, spread) if same(value, TENSOR)]
 
 
 def same(one: Any, other: Any) -> bool:

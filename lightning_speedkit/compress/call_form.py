@@ -15,7 +15,7 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_speedkit.compress.call_difference import TENSOR, difference, refusal_of_call, same
+from lightning_speedkit.compress.call_difference import TENSOR, difference, refusal_of_call, same, tensor_names
 from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["CallForm", "form_of", "tensors_of"]
@@ -47,9 +47,12 @@ class CallForm:
     @property
     def count(self) -> int:
         """How many tensors one call has."""
-        found: list[str] = []
-        apply_to_collection(dict(self.arguments), str, lambda text: found.append(text) if text == TENSOR else None)
-        return len(found)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """How a caller names each of these tensors, in the order of the inputs: ``x``, ``batch['mask']``."""
+        return tensor_names(self.arguments, spread=self._spread)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors among the arguments of one call, in the order of the inputs; ValueError if they have no place."""

@@ -126,3 +126,19 @@ def test_an_export_is_quiet_and_leaves_torch_as_it_was(fast: bool, monkeypatch: 
         assert logger.level == logging.INFO
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (torch.ones(2, 5), r"takes input of shape \(any, 3\) and dtype float32, and got shape \(2, 5\)"),
+        (torch.ones(3), r"give input\.unsqueeze\(0\)"),
+        (torch.ones(2, 3).double(), r"dtype float64\. Convert it: input\.to\(torch\.float32\)"),
+    ],
+)
+def test_an_input_that_a_program_does_not_take_is_told(x: Tensor, told: str) -> None:
+    exported = export_part(nn.Linear(3, 2).eval(), "", [Call("", (torch.ones(4, 3),), {})])
+    module = ProgramModule(exported.program, exported.form)
+    assert module(torch.ones(2, 3)).shape == (2, 2)
+    with pytest.raises(ValueError, match=told):
+        module(x)
