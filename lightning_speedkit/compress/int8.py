@@ -33,6 +33,7 @@ from lightning_speedkit.compress.torch_ao import (
     quantized_engine,
     static_refusal,
 )
+from lightning_speedkit.compress.weight_shapes import shape_difference, weight_shapes
 from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["Int8Model", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
@@ -98,19 +99,15 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
         "static": [part.recipe() for part in parts],
         "dynamic": dynamic,
         "float": kept_float,
-        "shapes": _shapes(floating),
+        "shapes": weight_shapes(floating),
     }
     return _described(floating, result, recipe, used, reasons)
 
 
 def follow_recipe(floating: nn.Module, recipe: Mapping[str, Any]) -> nn.Module:
     """``floating`` with the structure of the int8 model that ``recipe`` describes; its weights are still to come."""
-    if (shapes := _shapes(floating)) != recipe["shapes"]:
-        names = sorted(name for name in {*shapes, *recipe["shapes"]} if shapes.get(name) != recipe["shapes"].get(name))
-        first = names[0] if names else "order"
-        raise QuantizationError(
-            f"its parameter {first!r} has shape {shapes.get(first)}, in the file {recipe['shapes'].get(first)}"
-        )
+    if difference := shape_difference(weight_shapes(floating), recipe["shapes"]):  # int8 layers load any shape
+        raise QuantizationError(difference)
     pristine = copy_module(floating)
     for entry in recipe["static"]:
         part = part_from_recipe(pristine, entry, engine=recipe["engine"], kept_float=recipe["float"])
@@ -150,8 +147,3 @@ def _why(
     if type(layer) in (*CONVOLUTIONS, nn.Linear) and owners:
         return reasons[max(owners, key=len)]
     return dynamic_refusal(layer) or "outside the int8 parts"
-
-
-def _shapes(floating: nn.Module) -> dict[str, tuple[int, ...]]:
-    # int8 layers load weights of any shape without a word
-    return {name: tuple(weight.shape) for name, weight in floating.named_parameters()}

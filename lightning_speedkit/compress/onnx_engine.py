@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_speedkit.compress.onnx_quantize import (
     quantized_numbers,
     static_int8,
 )
+from lightning_speedkit.compress.weight_shapes import weight_shapes
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["OnnxArtefact", "OnnxPrepared", "missing", "prepare"]
@@ -107,7 +108,14 @@ class OnnxPrepared:
             raise QuantizationError(f"No layer could be quantized: {_listed(self._skipped(set(), skip))}.")
         layers = weighted_layers(self.floating)
         recipe = {"engine": _NAMES[self.scheme], "scheme": self.scheme, "full_range": exact and self.scheme != FLOAT32}
-        artefact = OnnxArtefact(runners, {part.name: part for part in self.parts}, recipe, result, bool(self.reasons))
+        artefact = OnnxArtefact(
+            runners,
+            {part.name: part for part in self.parts},
+            recipe,
+            result,
+            bool(self.reasons),
+            weight_shapes(self.floating),
+        )
         artefacts: dict[str, Artefact] = {"onnx": artefact}
         return Converted(
             result.eval(),
@@ -155,7 +163,8 @@ class OnnxPrepared:
 class OnnxArtefact:
     """Writes each part as an ONNX graph, and the state of what is outside of them.
 
-    ``is_partial`` says that code of the network runs between the parts, so that loading needs the network.
+    ``is_partial`` says that code of the network runs between the parts, so that loading needs the network. ``weights``
+    are the shapes of the float network's, by which a foreign one is refused when it is loaded.
     """
 
     runners: Mapping[str, OnnxModule]
@@ -163,6 +172,7 @@ class OnnxArtefact:
     recipe: Mapping[str, Any]
     whole: nn.Module
     is_partial: bool
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Mapping[str, Any]:
         """Write ``model.onnx`` (and so on) into ``folder``."""
@@ -181,6 +191,7 @@ class OnnxArtefact:
             "parts": told,
             "rest": REST_FILE if rest else None,
             "is_partial": self.is_partial,
+            "weights": {name: list(shape) for name, shape in self.weights.items()},
             "full_range": self.recipe["full_range"],
         }
 

@@ -24,6 +24,7 @@ from lightning_speedkit.compress.int8 import weighted_layers
 from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.torchao_state import TorchaoState
 from lightning_speedkit.compress.torchao_weights import INT4_GROUP, quantize_layers, quiet_torchao
+from lightning_speedkit.compress.weight_shapes import weight_shapes
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["TorchaoPrepared", "missing", "prepare"]
@@ -93,7 +94,7 @@ class TorchaoPrepared:
         recipe = {"engine": _NAMES[self.scheme], "scheme": self.scheme, "device": self.device, "layers": chosen}
         artefacts: dict[str, Artefact] = {"state_dict": TorchaoState(twin, recipe)}
         if self.device == "cpu":
-            artefacts["pt2"] = ExportedArtefact(twin, self.calls)
+            artefacts["pt2"] = ExportedArtefact(twin, self.calls, weight_shapes(self.floating))
         else:
             for name in dict.fromkeys(call.name for call in self.calls):
                 twin.get_submodule(name).compile()
@@ -102,10 +103,14 @@ class TorchaoPrepared:
 
 @dataclass(slots=True)
 class ExportedArtefact:
-    """Writes each part that is called from outside as a program of ``torch.export``."""
+    """Writes each part that is called from outside as a program of ``torch.export``.
+
+    ``weights`` are the shapes of the float network's, by which a foreign one is refused when it is loaded.
+    """
 
     module: nn.Module
     calls: Sequence[Call]
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Mapping[str, Any]:
         """Write ``model.pt2`` (and so on) into ``folder``."""
@@ -119,7 +124,8 @@ class ExportedArtefact:
             with quiet_torchao():
                 torch.export.save(exported.program, folder / file)
             parts.append({"name": name, "file": file, "form": exported.form.to_plain()})
-        return {"files": [part["file"] for part in parts], "parts": parts}
+        weights = {name: list(shape) for name, shape in self.weights.items()}
+        return {"files": [part["file"] for part in parts], "parts": parts, "weights": weights}
 
 
 def _refusal(name: str, layer: nn.Module, used: Mapping[str, Any], scheme: str) -> str | None:
