@@ -36,7 +36,7 @@ from lightning_speedkit.compress.torch_ao import (
 from lightning_speedkit.compress.weight_shapes import shape_difference, weight_shapes
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Int8Model", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
+__all__ = ["Int8Model", "containers", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
 
 
 @dataclass(slots=True)
@@ -56,6 +56,26 @@ def weighted_layers(root: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in root.named_modules()
         if name not in metrics and any(weight.ndim >= 2 for weight in module.parameters(recurse=False))
+    }
+
+
+def containers(root: nn.Module) -> set[str]:
+    """Those of :func:`weighted_layers` that hold a raw parameter beside layers of their own, and so are no layers.
+
+    Such as a transformer with an ``nn.Parameter`` for its positions. ``nn.MultiheadAttention`` is a layer all the same.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> net.positions = nn.Parameter(torch.zeros(5, 2))
+    >>> list(weighted_layers(net)), containers(net)
+    (['', '0'], {''})
+    """
+    layers = weighted_layers(root)
+    return {
+        name
+        for name, module in layers.items()
+        if not isinstance(module, nn.MultiheadAttention)
+        and any(other != name and (not name or other.startswith(f"{name}.")) for other in layers)
     }
 
 
@@ -122,10 +142,12 @@ def _described(
 ) -> Int8Model:
     layers = weighted_layers(floating)
     holders = {entry["name"] for entry in recipe["static"] if entry["is_layer"]}
-    now = dict(result.named_modules())
+    now, holders_only = dict(result.named_modules()), containers(floating)
     quantized = [n for n in layers if is_quantized(now[f"{n}.0".lstrip(".") if n in holders else n])]
     skipped = {
-        name: _why(name, layer, recipe, used, reasons) for name, layer in layers.items() if name not in quantized
+        name: _why(name, layer, recipe, used, reasons)
+        for name, layer in layers.items()
+        if name not in quantized and name not in holders_only
     }
     return Int8Model(result, recipe, tuple(quantized), skipped)
 

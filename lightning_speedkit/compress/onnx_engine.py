@@ -21,7 +21,7 @@ from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.cpu_int8 import has_exact_int8
 from lightning_speedkit.compress.engine import FLOAT32, Artefact, Converted
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.onnx_graph import graph_bytes, layer_of_node
 from lightning_speedkit.compress.onnx_module import OnnxModule, install, missing_onnx
@@ -136,11 +136,11 @@ class OnnxPrepared:
         return graph_bytes(part.graph.model)
 
     def _skipped(self, quantized: set[str], skip: Sequence[str]) -> dict[str, str]:
-        able = set(self.layers)
+        able, no_layers = set(self.layers), containers(self.floating)
         return {
             name: self._why(name, layer, able, skip)
             for name, layer in weighted_layers(self.floating).items()
-            if name not in quantized
+            if name not in quantized and name not in no_layers
         }
 
     def _why(self, name: str, layer: nn.Module, able: set[str], skip: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from lightning_speedkit.compress.calls import batch_size
 from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, needed_arguments, told
 from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, engine_named, engines_for, float_engine
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint, float_copy
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.judge import Judge, ValidationData, measured_metrics
 from lightning_speedkit.compress.quality import serialized_bytes
 from lightning_speedkit.compress.quantize_arguments import check_float_answers
@@ -108,7 +108,7 @@ def _prepared(
     check_float_answers(floating, calls)
     report = replace(
         report,
-        layers_total=len(weighted_layers(floating)),
+        layers_total=len(weighted_layers(floating).keys() - containers(floating)),
         bytes_before=serialized_bytes(floating.state_dict()),
         threads=torch.get_num_threads(),
         batch_size=batch_size(calls[0]),
@@ -178,6 +178,7 @@ def _report(selection: Selection, kept: Candidate | None) -> QuantizationReport:
         backend=one.backend,
         scheme=one.scheme,
         layers_quantized=shown.converted.quantized,
+        layers_total=len({*shown.converted.quantized, *skipped}),
         skipped=skipped,
         float_layers=one.float_layers,
         bytes_after=one.bytes,

@@ -218,6 +218,15 @@ def test_planned_engines() -> None:
     assert small[: len(fast)] == fast
 
 
+def test_a_raw_parameter_beside_layers_is_not_counted() -> None:
+    module = Digits(mlp())
+    module.positions = nn.Parameter(torch.zeros(1, 64))
+    made, report = _try(module, _data(), max_metric_drop=1.0)
+    assert made is not None
+    assert (report.layers_total, report.layers_quantized, dict(report.skipped)) == (2, ("net.1", "net.3"), {})
+    assert ": 2 of 2 layers" in report.describe()
+
+
 class _Labelled(LightningModule):
     """Its step calls ``self(**batch)`` with the labels, as those of transformers do."""
 
