@@ -167,6 +167,7 @@ class StructuredPruning(Callback):
         max_metric_drop: The largest loss of quality that is kept: a difference for a metric to maximize (its share
             where it is above 1), a relative increase for one to minimize. ``None`` keeps every step.
         monitor: The validation metric to judge by; by default the one that ModelCheckpoint or EarlyStopping watches.
+            Without ``max_metric_drop`` it has no effect, which is a warning.
         folder: Where ``report.json`` goes; ``None`` is ``shrunk`` in the Trainer's ``default_root_dir``.
 
     >>> callback = StructuredPruning(ratio=0.5, steps=2)
@@ -227,6 +228,11 @@ class StructuredPruning(Callback):
             torch_pruning()  # a missing library is said before the first epoch
             if self.max_metric_drop is not None:
                 self._run.metric, self._run.mode = refuse_judging(trainer, self.monitor, self.start_epoch)
+            elif self.monitor is not None:
+                rank_zero_warn(
+                    f"StructuredPruning(monitor={self.monitor!r}) has no effect without max_metric_drop: no step is "
+                    "judged. Set max_metric_drop, or leave monitor out."
+                )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

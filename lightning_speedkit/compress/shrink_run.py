@@ -22,7 +22,7 @@ from lightning_speedkit.compress.shrink_resize import original_sizes
 from lightning_speedkit.compress.shrink_sizes import set_sizes
 from lightning_speedkit.compress.shrink_snapshot import put_back, take_snapshot
 from lightning_speedkit.compress.validation import network_calls
-from lightning_speedkit.errors import QuantizationError, SpeedkitError
+from lightning_speedkit.errors import QuantizationError, SpeedkitError, did_you_mean
 from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["ShrinkRun"]
@@ -86,9 +86,10 @@ class ShrinkRun:
         if max_metric_drop is not None and self.metric is not None:
             before = self._value(trainer)
             if before is None:
+                logged = sorted(map(str, trainer.callback_metrics))
                 raise MisconfigurationException(
                     f"max_metric_drop compares with {self.metric!r} before the step, which no validation has logged so "
-                    f"far; logged: {sorted(map(str, trainer.callback_metrics))}."
+                    f"far; logged: {logged}.{did_you_mean(self.metric, logged)}"
                 )
             self.pending = {"epoch": trainer.current_epoch, "metric": before, "layers": dict(self.layers)}
             self.pending["snapshot"] = take_snapshot(module, trainer.optimizers)
@@ -98,6 +99,7 @@ class ShrinkRun:
         self.validated = False
         for name, (before_now, after) in plan.layers.items():
             self.layers[name] = [self.layers.get(name, [before_now])[0], after]
+        self.skipped = {name: why for name, why in self.skipped.items() if name not in self.layers}
 
     def judge(self, trainer: pl.Trainer, module: pl.LightningModule, max_metric_drop: float | None) -> None:
         """Keeps the last step, or puts everything back that it changed."""
