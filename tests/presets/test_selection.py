@@ -66,6 +66,13 @@ _ON_ANY_MACHINE = {
         ("guard-spikes", "guard-rollback"),
         ("ema", "swa"),
         ("prune", "prune-2-4"),
+        *(
+            ("prune-channels", other)
+            for other in (
+                *("compile", "compile-blocks", "ema", "swa", "guard-non-finite", "guard-spikes", "guard-rollback"),
+                *("prune", "prune-2-4", "quantize-aware"),
+            )
+        ),
         *itertools.combinations(("accumulate-4", "accumulate-labels-4", "batch-256"), 2),
         ("auto-micro-batch", "auto-micro-batch-labels"),
         *itertools.combinations(
