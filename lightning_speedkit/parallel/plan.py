@@ -24,21 +24,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_sharded import materialize, set_parallel_sizes
 from lightning_speedkit.parallel.ddp import checked_timeout
-from lightning_speedkit.parallel.plan_checkpoint import (
-    copy_weights,
-    is_sharded_checkpoint,
-    optimizer_state,
-    optimizer_state_here,
-    read_sharded,
-    whole_state,
-    write_sharded,
-)
+from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, read_sharded, write_sharded
 from lightning_speedkit.parallel.plan_clip import clip_by_norm, clip_by_value
 from lightning_speedkit.parallel.plan_mesh import PlanMesh, plan_sizes
 from lightning_speedkit.parallel.plan_refusals import (
@@ -49,6 +41,7 @@ from lightning_speedkit.parallel.plan_refusals import (
     explained,
 )
 from lightning_speedkit.parallel.plan_spread import Spread
+from lightning_speedkit.parallel.plan_state import copy_weights, optimizer_state, optimizer_state_here, whole_state
 from lightning_speedkit.parallel.plan_tensor import check_styles
 from lightning_speedkit.parallel.plan_wrap import is_sharded, reshard
 

@@ -25,7 +25,8 @@ def global_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     squares: dict[tuple[Any, ...], Tensor] = {}
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for gradient in gradients:
-        local, kind = gradient, ()
+        local: Tensor = gradient
+        kind: tuple[Any, ...] = ()
         if isinstance(gradient, DTensor):
             if any(isinstance(placement, Partial) for placement in gradient.placements):
                 whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]

@@ -100,8 +100,9 @@ class Spread:
         if mesh.tensor is None:
             return {}
         ranks = mesh.tensor.size()
+        left: dict[str, str] = {}
         if self.tensor_plan is not None:
-            plan, left = resolve_plan(module, self.tensor_plan, ranks), {}
+            plan = resolve_plan(module, self.tensor_plan, ranks)
         else:
             plan, left = find_tensor_plan(module, ranks)
         if not plan:

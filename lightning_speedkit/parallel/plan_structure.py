@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_speedkit.parallel.plan_tensor import numbers_of
+from lightning_speedkit.parallel.plan_tensor import cut_size, numbers_of
 from lightning_speedkit.parallel.plan_units import shared_names
 
 __all__ = ["can_be_cut", "find_tensor_plan"]
@@ -52,8 +53,8 @@ def find_tensor_plan(module: nn.Module, ranks: int) -> tuple[dict[str, str], dic
             if any(name in tied for name in names):
                 left[names[-1]] = "its weights are tied"
                 continue
-            if piece.get_submodule(row).in_features % ranks:
-                left[names[-1]] = f"its size {piece.get_submodule(row).in_features} is not divided by {ranks}"
+            if (size := cut_size(piece.get_submodule(row), "row")) % ranks:
+                left[names[-1]] = f"its size {size} is not divided by {ranks}"
                 continue
             key = (type(piece), str(piece), tuple(numbers_of(piece).items()), columns, row)
             if key not in known:
@@ -113,7 +114,7 @@ def can_be_cut(block: nn.Module, columns: Sequence[str], row: str, ranks: int) -
         whole = copy.deepcopy(block).double().cpu().eval()
     except Exception:  # what cannot be copied cannot be tried
         return None
-    features = whole.get_submodule(columns[0]).in_features
+    features = cut_size(whole.get_submodule(columns[0]), "row")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(*shape, features, dtype=torch.float64, generator=generator) for shape in ((2, 3), (4,))]
     for divided in choices:
@@ -136,6 +137,7 @@ class _Row(nn.Module):
         self.got: list[Tensor] = []
         self.gave: list[Tensor] = []
 
+    @override
     def forward(self, value: Tensor) -> Tensor:
         answers = self.__dict__["answers"]
         self.got.append(value)
@@ -171,6 +173,7 @@ def _fits(
 
 
 def _share(layer: nn.Module, rank: int, ranks: int) -> nn.Linear:
+    assert isinstance(layer, nn.Linear)
     weight, bias = layer.weight, layer.bias
     made = nn.Linear(weight.shape[1], weight.shape[0] // ranks, bias is not None, dtype=weight.dtype)
     made.weight.data = weight.data.chunk(ranks, 0)[rank]

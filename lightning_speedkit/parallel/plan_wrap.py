@@ -27,10 +27,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 def whole_value(tensor: Tensor) -> Tensor:
     """The whole value on this rank; of a DTensor all its ranks have to ask for it."""
-    found = tensor.detach()
-    if not isinstance(found, DTensor):
-        return found
-    return found.to(found.device_mesh.device_type).full_tensor()  # an offloaded one meets the others on the device
+    found: Any = tensor.detach()
+    if isinstance(found, DTensor):
+        found = found.to(found.device_mesh.device_type)  # an offloaded one meets the others on the device
+        found = found.full_tensor()
+    assert isinstance(found, Tensor)
+    return found
 
 
 class ShardedRoot(nn.Module):
@@ -73,11 +75,12 @@ def checkpoint_forward(module: nn.Module) -> None:
 
     Its class becomes a subclass of the same name, so names and ``isinstance`` stay as they were.
     """
-    module.__class__ = _checkpointed(type(module))
+    kind: Any = type(module)
+    module.__class__ = _checkpointed(kind)
 
 
 @functools.cache
-def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
+def _checkpointed(cls: Any) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain: Callable[..., Any] = functools.partial(cls.forward, self)
         if not (self.training and torch.is_grad_enabled()):

@@ -23,6 +23,22 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
 class Net(LightningModule):
     """Blocks, a parameter of the module itself, and ``self(x)`` within the step."""
 
@@ -34,6 +50,7 @@ class Net(LightningModule):
         self.scale = nn.Parameter(torch.full((5,), 1.2))
         self.outlet = nn.Linear(6, 5)
         self.head = nn.Linear(5, 1)
+        self.shift: Tensor
         self.register_buffer("shift", torch.full((5,), 0.1))
         self.rate, self.momentum = 0.02, 0.9
 
@@ -58,6 +75,63 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=self.momentum)
+
+
+class Words(LightningModule):
+    """A small language model: embedding, attention, multilayer perceptrons, torch's own encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(12, 8, padding_idx=0)
+        self.attend = Attention()
+        self.norm = nn.LayerNorm(8)
+        self.block = Block(8, 12)
+        self.encode = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.outlet = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x + self.attend(self.norm(x))
+        return self.outlet(self.encode(self.block(x)))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return words_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("checked", words_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def words_loss(found: Tensor, expected: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(found.flatten(0, 1), expected.flatten())
+
+
+def words() -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, 11, (SAMPLES, 6), generator=torch.Generator().manual_seed(5))
+    return x[:, :-1], x[:, 1:]
+
+
+def words_loader(replica: int = 0, replicas: int = 1) -> DataLoader[Any]:
+    x, y = words()
+    return DataLoader(TensorDataset(x[replica::replicas], y[replica::replicas]), batch_size=BATCH // replicas)
+
+
+def plain_words(model: Any = None, factor: int = 1, clip: float | None = None) -> list[Tensor]:
+    model, (x, y) = model or Words(), words()
+    optimizer = model.configure_optimizers()
+    rows = [slice(start, start + BATCH) for start in range(0, SAMPLES, BATCH)]
+    for _ in range(EPOCHS[factor]):
+        for start in range(0, len(rows), factor):
+            optimizer.zero_grad()
+            for taken in rows[start : start + factor]:
+                (words_loss(model(x[taken]), y[taken]) / factor).backward()  # type: ignore[no-untyped-call]
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return weights_of(model)
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def _runs() -> dict[str, Any]:
             run.fit(model, loader(run.global_rank, 2))
             found[f"{name} {factor}"] = weights_of(model)
     rank = run.global_rank
-    for name, options in {"norm": {"gradient_clip_val": 0.05}, "value": _BY_VALUE}.items():
+    for name, options in _CLIPPED.items():
         model, run = Net(), trainer_of(ModelParallelPlan(shard_class=["Block"]), **options)
         run.fit(model, loader(rank, 2), loader(rank, 2))
         found[name] = weights_of(model)
@@ -47,7 +47,10 @@ def _runs() -> dict[str, Any]:
     return found
 
 
-_BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+_CLIPPED: dict[str, dict[str, Any]] = {
+    "norm": {"gradient_clip_val": 0.05},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
 
 
 def _left_over(model: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_speedkit.parallel.plan import ModelParallelPlan
-from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, optimizer_state_here, unshard_checkpoint
+from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, unshard_checkpoint
 from tests.parallel.plan_models import Net, close, loader, trainer_of, weights_of
 from tests.two_ranks import on_ranks
 
@@ -144,12 +144,6 @@ def test_a_sharded_one_becomes_a_full_one(folder: str, tmp_path: Path) -> None:
         unshard_checkpoint(tmp_path, tmp_path / "x")
 
 
-def test_an_optimizer_of_other_groups_is_refused() -> None:
-    state = Adam().configure_optimizers()["optimizer"].state_dict()
-    with pytest.raises(MisconfigurationException, match=r"groups of \[8, 7\] parameters, and .* gives groups of \[15\]"):
-        optimizer_state_here(state, Net().configure_optimizers())
-
-
 class Wider(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -183,5 +177,3 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(folder: str) -> N
         for told in rank[2:]:
             assert "it lacks ['outlets.weight', 'outlets.bias'] and has ['outlet.weight', 'outlet.bias']" in told
             assert "It has 'outlet.weight'" in told
-
-
