@@ -116,7 +116,8 @@ def check_same_batch(batch: Any, mesh: DeviceMesh | None) -> None:
     if mesh is None:
         return
     group = mesh.get_group()
-    random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    on_gpu = mesh.device_type == "cuda"
+    random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
     mine = (_digest(t for t in tree_leaves(batch) if isinstance(t, Tensor)), _digest(random))
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)

@@ -32,7 +32,7 @@ def find_tensor_plan(module: nn.Module, ranks: int) -> tuple[dict[str, str], dic
 
     >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
     >>> find_tensor_plan(net, 2)
-    ({'0': 'embedding', '1': 'column', '3': 'row'}, {})
+    ({'1': 'column', '3': 'row', '0': 'embedding'}, {})
     """
     tied = {name.rpartition(".")[0] for names in shared_names(module).values() for name in names}
     known: dict[Any, list[str] | None] = {}

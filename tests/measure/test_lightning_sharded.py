@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
@@ -14,13 +16,12 @@ from tests.two_ranks import on_two_ranks
 
 
 def _mesh(data: int, tensor: int) -> dict[str, int]:
-    from lightning.pytorch import LightningModule, Trainer
-
     strategy = ModelParallelStrategy(data_parallel_size=7, tensor_parallel_size=7)
     trainer: Any = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     strategy.connect(LightningModule())
     set_parallel_sizes(strategy, data, tensor)
     trainer.strategy.setup_environment()
+    dist.barrier()  # rank 0 holds what the others read to make their groups
     return {name: strategy.device_mesh[name].size() for name in ("data_parallel", "tensor_parallel")}
 
 

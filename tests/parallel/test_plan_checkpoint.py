@@ -112,7 +112,7 @@ def folder() -> Any:
 def test_each_plan_resumes_what_every_plan_wrote(folder: str, world: int) -> None:
     names = [name for name in PLANS if RANKS[name] == world]
     paths = [str(Path(folder, f"{name} {save}")) for name in PLANS for save in ("full", "sharded")]
-    halves = paths if world != 4 else paths[:6]
+    halves = paths if world != 4 else paths[1:4]
     for rank in on_ranks(world, _read, names, halves, timeout=120.0):
         for number, weights in enumerate(rank):
             close(weights, _expected(2 if number % 2 else 4), 3e-6)
