@@ -81,13 +81,17 @@ def checkpoint_forward(module: nn.Module) -> None:
 
 @functools.cache
 def _checkpointed(cls: Any) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain: Callable[..., Any] = functools.partial(cls.forward, self)
-        if not (self.training and torch.is_grad_enabled()):
-            return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+    class Checkpointed(cls):  # type: ignore[misc]
+        @override
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            plain: Callable[..., Any] = super().forward
+            if not (self.training and torch.is_grad_enabled()):
+                return plain(*args, **kwargs)
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Checkpointed, name, getattr(cls, name))
+    return Checkpointed
 
 
 def reshard(model: nn.Module | None) -> None:

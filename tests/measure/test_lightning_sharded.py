@@ -31,7 +31,7 @@ def test_the_sizes_are_those_of_the_mesh() -> None:
 
 
 def test_a_strategy_without_sizes_says_so() -> None:
-    with pytest.raises(AttributeError, match="no ModelParallelStrategy._data_parallel_size"):
+    with pytest.raises(AttributeError, match=r"no ModelParallelStrategy\._data_parallel_size"):
         set_parallel_sizes(object(), 1, 2)  # type: ignore[arg-type]
 
 
