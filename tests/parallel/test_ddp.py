@@ -122,6 +122,49 @@ def _twice(strategy: Any, make: Callable[[], LightningModule], **options: Any) -
     return found
 
 
+class Alternating(Net):
+    """Leaves its branch out of every other batch, which are those that no step follows if two make a window."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.branch is not None
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * self.branch(batch[0]).mean() if batch_idx % 2 or self.trainer.is_last_batch else loss
+
+
+class Later(Net):
+    """Leaves its branch out from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.branch is not None
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.branch(batch[0]).mean() if batch_idx < 2 else loss
+
+
+class Normed(Net):
+    """Normalises over the batches of both ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(4).double())
+
+
+class Single(Net):
+    """Fits in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([value.float() for value in batch], batch_idx)
+
+
 def _runs() -> dict[str, Any]:
     """Everything in one start of two processes, which is what takes the time."""
     found: dict[str, Any] = {}
@@ -156,6 +199,18 @@ def _runs() -> dict[str, Any]:
     def failing(group, bucket):  # type: ignore[no-untyped-def]
         raise ArithmeticError("on purpose")
 
+    found["alternating"] = _fit("speedkit_ddp", Alternating(), accumulate_grad_batches=2)
+    found["auto"] = _fit(SpeedkitDDPStrategy(bucket_cap_mb="auto"), accumulate_grad_batches=2)
+    norm = Normed()
+    _fit("speedkit_ddp", norm, sync_batchnorm=True)
+    found["norm classes"] = [type(layer).__name__ for layer in norm.net]
+    found["norm"] = {name: value.detach() for name, value in norm.state_dict().items()}
+    for factor in (1, 3):
+        for name in ("speedkit_ddp", "speedkit_ddp_static"):
+            found[f"single {name} {factor}"] = _fit(name, Single(), max_epochs=3, accumulate_grad_batches=factor)
+    options = {"limit_train_batches": 1, "max_epochs": 1}
+    found["unused in the only step"] = _error_of(lambda: _fit("speedkit_ddp", Net(unused=True), **options))
+    found["unused later"] = _error_of(lambda: _fit("speedkit_ddp", Later()))
     found["unused"] = _error_of(lambda: _fit("speedkit_ddp", Net(unused=True)))
     default_hooks.fp16_compress_hook = failing
     found["failing"] = _error_of(lambda: _fit(SpeedkitDDPStrategy(comm_hook="fp16")))
@@ -167,9 +222,10 @@ def runs() -> list[dict[str, Any]]:
     return on_two_ranks(_runs)
 
 
-def _plain(epochs: int = 2, batches_per_step: int = 1) -> list[Tensor]:
+def _plain(epochs: int = 2, batches_per_step: int = 1, model: Net | None = None) -> list[Tensor]:
     """One process on the rows of both ranks; divides by the factor also in the short window, as Lightning does."""
-    model, (x, y) = Net(), _data()
+    model, (x, y) = model or Net(), _data()
+    x, y = (value.to(next(model.parameters()).dtype) for value in (x, y))
     optimizer: Any = model.configure_optimizers()
     for _ in range(epochs):
         for start in range(0, BATCHES, batches_per_step):
@@ -236,7 +292,33 @@ def test_unused_parameters_are_found_or_allowed_or_told(runs: Any) -> None:
         _close([rank["unused static"][i] for i in used], _plain(batches_per_step=2))
         untouched = _weights(Net(unused=True))[4:]
         assert all(torch.equal(a, b) for a, b in zip(rank["unused found"][4:], untouched, strict=True))
-        assert "find_unused_parameters=True" in rank["unused"]
+        for case in ("unused", "unused in the only step", "unused later"):
+            assert "does not depend on these parameters: branch.weight, branch.bias. DDP" in rank[case]
+            assert "find_unused_parameters=True" in rank[case]
+        _close([rank["alternating"][i] for i in used], _plain(batches_per_step=2))
+
+
+def test_20_steps_in_32_bits_equal_one_process(runs: Any) -> None:
+    for rank in runs:
+        for factor in (1, 3):  # 21 steps, or 9 of which every third is short
+            expected = torch.cat([w.flatten() for w in _plain(3, factor, Single())])
+            for name in ("speedkit_ddp", "speedkit_ddp_static"):
+                found = torch.cat([w.flatten() for w in rank[f"single {name} {factor}"]])
+                assert torch.linalg.norm(found - expected) <= 1e-6 * torch.linalg.norm(expected)
+
+
+def test_a_measured_bucket_size_changes_no_weight(runs: Any) -> None:
+    for rank in runs:
+        _close(rank["auto"], _plain(batches_per_step=2))
+
+
+def test_sync_batchnorm_works_on_the_cpu(runs: Any) -> None:
+    expected = Normed()
+    _plain(model=expected)
+    for rank in runs:
+        assert rank["norm classes"][1] == "_BatchNormXd"  # what Lightning leaves after a fit
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(rank["norm"][name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_the_fp16_hook_is_called_on_gloo(runs: Any) -> None:
@@ -270,6 +352,7 @@ def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
         ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be more than 0"),
         ({"powersgd_rank": 0}, "powersgd_rank=0 must be at least 1"),
         ({"powersgd_start_step": -1}, "powersgd_start_step=-1 must be at least 0"),
+        ({"bucket_cap_mb": "AUTO"}, "bucket_cap_mb='AUTO' must be a number, 'auto' or None"),
         ({"start_method": "thread"}, "start_method='thread' is unknown"),
     ],
 )
@@ -285,8 +368,11 @@ def test_a_switch_that_is_no_switch(name: str, value: Any) -> None:
         SpeedkitDDPStrategy(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["60", True, [25], {}], ids=str)
-@pytest.mark.parametrize("name", ["timeout_seconds", "bucket_cap_mb"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timeout_seconds", "60"), *((n, v) for n in ("timeout_seconds", "bucket_cap_mb") for v in (True, [25], {}))],
+    ids=str,
+)
 def test_a_number_that_is_no_number(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"{name}=.* must be a number"):
         SpeedkitDDPStrategy(**{name: value})
