@@ -23,6 +23,13 @@ STRATEGIES: Mapping[str, tuple[type[Strategy], str, Mapping[str, Any]]] = {
         "DDP on a static graph, also with gradient accumulation",
         {"static_graph": True},
     ),
+    "speedkit_ddp_fp16": (SpeedkitDDPStrategy, "DDP that sends the gradients as fp16", {"comm_hook": "fp16"}),
+    "speedkit_ddp_bf16": (SpeedkitDDPStrategy, "DDP that sends the gradients as bf16", {"comm_hook": "bf16"}),
+    "speedkit_ddp_powersgd": (
+        SpeedkitDDPStrategy,
+        "DDP that sends the gradients as products of thin matrices",
+        {"comm_hook": "powersgd"},
+    ),
     "speedkit_pipeline": (PipelineStrategy, "The layers of one nn.Sequential spread over the processes", {}),
 }
 
