@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_speedkit import ModelParallelPlan
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.parallel.plan import ModelParallelPlan
 
 
 def loader(split: str) -> DataLoader:

@@ -103,7 +103,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         lr_range_test,
         optimizers_for,
     )
-    from lightning_speedkit.parallel import PipelineStrategy, SpeedkitDDPStrategy
+    from lightning_speedkit.parallel import ModelParallelPlan, PipelineStrategy, SpeedkitDDPStrategy
     from lightning_speedkit.precision import (
         ChannelsLast,
         CompileModel,
@@ -144,6 +144,7 @@ __all__ = [
     "LoaderSettingsSearch",
     "MatmulPrecision",
     "MixUp",
+    "ModelParallelPlan",
     "NonFiniteGuard",
     "Normalize",
     "OOMSnapshot",

@@ -264,6 +264,13 @@ class PipelineStrategy(DDPStrategy):
         return super().reduce(tensor, group or (self._groups[1] if self._groups else None), reduce_op)
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Lightning compares a sum with the number of all ranks, so all of them have to be in it
+        agreeing = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(agreeing)
+        return bool(agreeing == self.world_size) if all else bool(agreeing)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         if self._whole is None or self._groups is None:

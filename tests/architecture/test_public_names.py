@@ -75,6 +75,7 @@ PUBLIC = {
     "RunRecorder",
     "SpeedkitCLI",
     "SpeedkitDDPStrategy",
+    "ModelParallelPlan",
     "PipelineStrategy",
     "SpeedkitDataModule",
     "SpeedkitError",

@@ -181,7 +181,11 @@ CALLBACKS = (
     ),
 )
 
-STRATEGIES = ("speedkit_ddp", "speedkit_ddp_static", "speedkit_pipeline")
+STRATEGIES = (
+    *("speedkit_ddp", "speedkit_ddp_static", "speedkit_ddp_fp16", "speedkit_ddp_bf16", "speedkit_ddp_powersgd"),
+    *("speedkit_model_parallel", "speedkit_fsdp2_offload", "speedkit_hsdp", "speedkit_tensor_parallel_2"),
+    "speedkit_pipeline",
+)
 
 PLUGINS = (Part(SpeedkitMixedPrecision, {"precision": "bf16-mixed"}), Part(Float8Precision, {"emulate": True}))
 
