@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import forget_static_graph_flush, set_bucket_mb
@@ -29,6 +30,7 @@ from lightning_speedkit.parallel.bucket_size import measure_link, suggest_bucket
 from lightning_speedkit.parallel.ddp_hooks import CommHook, check_comm_hook, register_comm_hook
 from lightning_speedkit.parallel.host_batch_norm import sync_as_before, sync_on_host
 from lightning_speedkit.parallel.power_sgd import PowerSGD
+from lightning_speedkit.parallel.uneven import RankFlags, even_loader, take_share
 from lightning_speedkit.parallel.unused_parameters import name_unused, unused_message, without_gradient
 
 __all__ = ["SpeedkitDDPStrategy", "checked_timeout", "register_comm_hook"]
@@ -52,6 +54,8 @@ class SpeedkitDDPStrategy(DDPStrategy):
         comm_hook: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` sends fewer bytes; see :func:`register_comm_hook`.
         powersgd_rank: How many columns ``"powersgd"`` sends of a gradient; see :class:`PowerSGD`.
         powersgd_start_step: The steps that ``"powersgd"`` sends whole before.
+        uneven_inputs: Let ranks have different numbers of batches; see ``docs/methods/uneven-inputs.md``. If it is
+            off, a rank with more batches waits for the others until the timeout.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; ``None`` takes the one for the device.
         timeout_seconds: How long a collective may take before the run fails: from 0.001 to 1e9 (31 years).
         start_method: How processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
@@ -78,6 +82,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
         comm_hook: CommHook | None = None,
         powersgd_rank: int = 2,
         powersgd_start_step: int = 100,
+        uneven_inputs: bool = True,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
         start_method: StartMethod = "popen",
@@ -86,6 +91,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
             ("static_graph", static_graph),
             ("find_unused_parameters", find_unused_parameters),
             ("gradient_as_bucket_view", gradient_as_bucket_view),
+            ("uneven_inputs", uneven_inputs),
         ):
             check_switch(name, switch)
         if static_graph and find_unused_parameters:
@@ -123,6 +129,9 @@ class SpeedkitDDPStrategy(DDPStrategy):
         self._power_sgd = power_sgd if comm_hook == "powersgd" else None
         self._had_backward = self._sent = False  # the first backward, and the first that sends
         self._sends = True
+        self._uneven_inputs = uneven_inputs
+        self._flags: RankFlags | None = None
+        self._share = 1.0  # what the batch in progress counts
 
     @override
     def model_to_device(self) -> None:
@@ -174,6 +183,37 @@ class SpeedkitDDPStrategy(DDPStrategy):
             self._sent = True
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        if not (self._uneven_inputs and module is not None and module.trainer.training and self.world_size > 1):
+            return super().process_dataloader(dataloader)
+        if self._flags is None:
+            self._flags = RankFlags()
+        return even_loader(dataloader, self._flags)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        self._share = take_share(self.lightning_module.trainer.train_dataloader)
+        self._buffers = [] if self._share else [(b, b.clone()) for b in self.lightning_module.buffers()]
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._share == 1:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if "backward" in vars(self.precision_plugin):
+            raise MisconfigurationException(
+                "The ranks have different numbers of batches, and another callback weighs their losses by what they "
+                "count (AccumulationScheduler does). It would count a batch that a rank only repeats. Give all ranks "
+                "as many batches, or leave that callback out."
+            )
+        loss = super().backward(closure_loss * self._share, optimizer, *args, **kwargs)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)  # statistics of a batch that is only repeated
+        return loss
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         module = self.lightning_module
         unused = name_unused(module, str(exception)) if module is not None else []
@@ -186,4 +226,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self.lightning_module is not None:
             sync_as_before(self.lightning_module)
+        if self._flags is not None:
+            self._flags.close()
+            self._flags = None
         super().teardown()
