@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
 
 from lightning_speedkit.presets import get, names, trainer_kwargs
-from tests.presets.machines import CPU, TWO_H100, stand_on
+from tests.presets.machines import CPU, FOUR_H100, stand_on
 
 _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -42,7 +42,7 @@ def test_a_preset_is_readable_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_a_preset_builds_on_a_machine_that_meets_its_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, TWO_H100, cpu=CPU)
+    stand_on(monkeypatch, FOUR_H100, cpu=CPU)
     kwargs = trainer_kwargs(name)
     assert kwargs
     assert all(isinstance(callback, Callback) for callback in kwargs.get("callbacks", []))
