@@ -13,10 +13,13 @@ synchronisation more in a run with a static graph and accumulation; precision of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -30,6 +33,8 @@ from lightning_speedkit.parallel.bucket_size import measure_link, suggest_bucket
 from lightning_speedkit.parallel.ddp_hooks import CommHook, check_comm_hook, register_comm_hook
 from lightning_speedkit.parallel.host_batch_norm import sync_as_before, sync_on_host
 from lightning_speedkit.parallel.power_sgd import PowerSGD
+from lightning_speedkit.parallel.rank_environment import check_rank_environment, port_in_use_message
+from lightning_speedkit.parallel.rank_failure import FailureRelay
 from lightning_speedkit.parallel.uneven import RankFlags, even_loader, take_share
 from lightning_speedkit.parallel.unused_parameters import name_unused, unused_message, without_gradient
 
@@ -131,7 +136,24 @@ class SpeedkitDDPStrategy(DDPStrategy):
         self._sends = True
         self._uneven_inputs = uneven_inputs
         self._flags: RankFlags | None = None
+        self._relay: FailureRelay | None = None
         self._share = 1.0  # what the batch in progress counts
+
+    @override
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        if isinstance(environment, LightningEnvironment):
+            check_rank_environment(os.environ, self.num_nodes * self.num_processes)
+        try:
+            super().setup_environment()
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            assert environment is not None
+            raise MisconfigurationException(port_in_use_message(environment.main_port)) from error
+        if self.world_size > 1 and self._relay is None:
+            assert environment is not None
+            self._relay = FailureRelay(environment.main_address)
 
     @override
     def model_to_device(self) -> None:
@@ -221,6 +243,9 @@ class SpeedkitDDPStrategy(DDPStrategy):
             exception.args = (f"{unused_message(unused)} torch says: {exception}",)
         else:
             super().on_exception(exception)
+        told = self._relay.tell(exception) if self._relay is not None else None
+        if told is not None and isinstance(exception, RuntimeError):
+            exception.args = (f"{told}. Rank {self.global_rank} ended for it, with: {exception}",)
 
     @override
     def teardown(self) -> None:
@@ -229,4 +254,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
         if self._flags is not None:
             self._flags.close()
             self._flags = None
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         super().teardown()

@@ -4,8 +4,8 @@ What it does: the gradient of a layer, an ``n`` by ``m`` matrix, is sent as ``P`
 rank). What the product lacks is kept on this rank and added to the gradient of the next step, so that it comes late
 and not never. Gradients that would not get smaller, biases among them, are sent as they are.
 
-It differs from torch's hook of this name in what it survives: torch's blocks the threads of gloo that it waits for;
-there, a gradient that is zero once or holds an infinity once (as with a gradient scaler) makes all later ones NaN;
+It differs from torch's hook of this name in what it survives: with many buckets, torch's blocks the threads of gloo
+that it waits for; there, a gradient that holds an infinity once (as with a gradient scaler) makes all later ones NaN;
 and its state belongs to buckets, here to parameters, so that a second ``fit`` of a module goes on with it.
 
 When it helps: a slow link between the ranks and large matrices. What it costs: precision of the gradients, memory for
