@@ -103,7 +103,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         lr_range_test,
         optimizers_for,
     )
-    from lightning_speedkit.parallel import ModelParallelPlan, PipelineStrategy, SpeedkitDDPStrategy
+    from lightning_speedkit.parallel import HangWatch, ModelParallelPlan, PipelineStrategy, SpeedkitDDPStrategy
     from lightning_speedkit.precision import (
         ChannelsLast,
         CompileModel,
@@ -135,6 +135,7 @@ __all__ = [
     "FakeQuantization",
     "Float8Precision",
     "GradientClipping",
+    "HangWatch",
     "ImageField",
     "LMDBDataModule",
     "LMDBDataset",

@@ -2,6 +2,7 @@
 
 from lightning_speedkit.parallel.ddp import SpeedkitDDPStrategy
 from lightning_speedkit.parallel.ddp_hooks import register_comm_hook
+from lightning_speedkit.parallel.hang_watch import HangWatch
 from lightning_speedkit.parallel.pipeline import PipelineStrategy
 from lightning_speedkit.parallel.plan import ModelParallelPlan
 from lightning_speedkit.parallel.plan_checkpoint import unshard_checkpoint
@@ -9,6 +10,7 @@ from lightning_speedkit.parallel.power_sgd import PowerSGD
 from lightning_speedkit.parallel.strategies import register_strategies
 
 __all__ = [
+    "HangWatch",
     "ModelParallelPlan",
     "PipelineStrategy",
     "PowerSGD",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_speedkit.registry import Preset, TrainerPatch
+from lightning_speedkit.parallel.hang_watch import HangWatch
+from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]
 
@@ -76,5 +77,11 @@ PRESETS: tuple[Preset, ...] = (
         summary="The layers of the module's only nn.Sequential spread over the devices, in four micro-batches.",
         patch=TrainerPatch(arguments={"strategy": "speedkit_pipeline"}),
         needs=("devices>=2",),
+    ),
+    Preset(
+        name="hang-watch",
+        kind="parallel",
+        summary="If no batch goes on for ten minutes: which rank the others wait for, and the stack of each.",
+        patch=TrainerPatch(callbacks=(Part(HangWatch, {}),)),
     ),
 )

@@ -75,6 +75,7 @@ PUBLIC = {
     "RunRecorder",
     "SpeedkitCLI",
     "SpeedkitDDPStrategy",
+    "HangWatch",
     "ModelParallelPlan",
     "PipelineStrategy",
     "SpeedkitDataModule",

@@ -17,6 +17,7 @@ from lightning_speedkit import (
     Distillation,
     Float8Precision,
     GradientClipping,
+    HangWatch,
     LeakMonitor,
     LoaderSettingsSearch,
     LRRangeTest,
@@ -102,6 +103,11 @@ CALLBACKS = (
         "LRRangeTest",
         working=Part(LRRangeTest, {"lowest": 1e-3, "highest": 0.1, "steps": 5}),
         neutral=Part(LRRangeTest, {"steps": 5}),
+    ),
+    Case(
+        "HangWatch",
+        working=Part(HangWatch, {"seconds": 100.0, "end": True}),
+        neutral=Part(HangWatch, {}),
     ),
     Case(
         "LeakMonitor",
