@@ -57,7 +57,7 @@ def main() -> None:
     alone = trained(Classifier(4), epochs).net
     aware = QuantizationAwareTraining(start=0.8)
     taught = trained(Classifier(4), epochs, Distillation(teacher, temperature=4.0), aware).net
-    int8, details = quantize_model(taught, [x for x, _ in loader("train")][:8], backend="fx_static")
+    int8, details = quantize_model(taught, [x for x, _ in loader("train")][:8], backend="torch-ao-static")
     print(f"{len(aware.layers)} layers trained with rounding, {len(details.layers_quantized)} in int8")
     for name, net in {"teacher": teacher, "alone": alone, "taught": taught, "taught, int8": int8}.items():
         print(f"{name}: test accuracy {accuracy(net.eval()):.3f}")

@@ -4,8 +4,7 @@
     python examples/prune_and_quantize.py --fast     # fewer epochs
 
 Zeros make the file smaller once it is compressed. Removing units makes the network itself smaller, and int8 its
-numbers; the callbacks' reports say what either changed in milliseconds. The module that was trained stays in float,
-so that it can be tested, resumed and saved.
+numbers. The module that was trained stays in float, so that it can be tested, resumed and saved.
 """
 
 import argparse

@@ -103,7 +103,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         lr_range_test,
         optimizers_for,
     )
-    from lightning_speedkit.parallel import SpeedkitDDPStrategy
+    from lightning_speedkit.parallel import PipelineStrategy, SpeedkitDDPStrategy
     from lightning_speedkit.precision import (
         ChannelsLast,
         CompileModel,
@@ -149,6 +149,7 @@ __all__ = [
     "OOMSnapshot",
     "OptimizerChoice",
     "PeakMemory",
+    "PipelineStrategy",
     "Pruning",
     "QuantizationAwareTraining",
     "QuantizeOnFitEnd",

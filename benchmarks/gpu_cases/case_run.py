@@ -95,7 +95,7 @@ def missing_need(needs: Sequence[str], device: str, ask_device: bool = True) -> 
                 return "cuda"
             if found and ask_device and _of_device(found[1]) < float(found[2]):
                 return need
-        elif importlib.util.find_spec(need) is None:
+        elif not any(importlib.util.find_spec(module) for module in need.split(" or ")):
             return need
     return None
 

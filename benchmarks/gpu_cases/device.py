@@ -13,7 +13,7 @@ from lightning_speedkit.measure import read_hardware, read_versions
 
 __all__ = ["facts"]
 
-_LIBRARIES = ("torchao", "triton", "numpy", "torchvision", "onnxruntime")
+_LIBRARIES = ("torchao", "triton", "numpy", "torchvision", "timm", "torch-pruning", "onnxruntime")
 
 
 def facts(run: CaseRun) -> None:

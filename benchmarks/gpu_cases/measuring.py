@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.gpu_cases.case_run import CaseRun
 
-__all__ = ["compare", "median_seconds", "peak_bytes", "wait"]
+__all__ = ["compare", "median_seconds", "peak_bytes", "relative_difference", "tensor_bytes", "wait"]
 
 _LEAST, _MOST = 3, 30  # rounds
 
@@ -74,3 +75,31 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
     call()
     wait(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
+    """``|found - wanted| / |wanted|`` by Euclidean norms in float32, on the CPU; infinite if something is not finite.
+
+    >>> relative_difference(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+    0.10000000149011612
+    """
+    a, b = found.detach().float().cpu(), wanted.detach().float().cpu()
+    return float(((a - b).norm() / b.norm()).nan_to_num(torch.inf))
+
+
+def tensor_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each counted once; of what a tensor subclass wraps, where it is one.
+
+    >>> tensor_bytes(nn.Linear(3, 2))
+    32
+    """
+    kept = {id(value): value.detach() for value in (*module.parameters(), *module.buffers())}
+    return sum(_bytes(value) for value in kept.values())
+
+
+def _bytes(value: Tensor) -> int:
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        return value.nbytes
+    parts = [getattr(value, name) for name in flatten()[0]]
+    return sum(_bytes(part) for part in parts if part is not None)

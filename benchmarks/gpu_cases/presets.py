@@ -23,13 +23,15 @@ from lightning_speedkit.precision.matmul import MatmulPrecision
 __all__ = ["callbacks", "every_preset"]
 
 _LATER = ("compile", "fp8", "largest", "fastest", "ddp", "multi")  # last: they take long, or have a case of their own
+_SMALLER = "prune-channels"
 
 
 def every_preset(run: CaseRun) -> None:
     """A short fit under each preset that this machine and this module can have, and losses that are finite."""
     names = [name for name in presets.names() if name != "cpu"]
     if run.tiny:  # one of each kind
-        names = [*{presets.get(name).kind: name for name in names if not name.startswith(_LATER)}.values()]
+        names = [*{presets.get(name).kind: name for name in names if not name.startswith(_LATER)}.values(), _SMALLER]
+        names = list(dict.fromkeys(names))
     end = time.perf_counter() + max(run.budget_seconds, 5.0)
     refused, tried, left = [], 0, []
     net = transformer(run, layers=2).cpu()
@@ -44,9 +46,14 @@ def every_preset(run: CaseRun) -> None:
             tried += 1
             with warnings.catch_warnings(), TemporaryDirectory() as folder:
                 warnings.simplefilter("ignore")
-                fit(run, module, DataLoader(data, 2), limit_train_batches=4, default_root_dir=folder, **arguments)
+                loader = DataLoader(data, 2)
+                short = {"max_epochs": 2, "limit_train_batches": 2}  # some presets begin with the second epoch
+                fit(run, module, loader, default_root_dir=folder, **{**short, **arguments})
             finite = bool(torch.stack(module.losses).isfinite().all())
             run.check(name, finite, "" if finite else "a loss is not finite")
+            if name == _SMALLER:
+                counts = [sum(p.numel() for p in each.parameters()) for each in (module.net, net)]
+                run.check(f"{name}: fewer weights", counts[0] < counts[1], f"{counts[0]} of {counts[1]}")
         except (SpeedkitError, MisconfigurationException, ValueError) as error:  # what it needs is not here
             refused.append(f"{name} ({type(error).__name__})")
         except Exception as error:  # the others are tried

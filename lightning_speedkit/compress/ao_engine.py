@@ -12,10 +12,9 @@ from torch import nn
 
 from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.engine import Artefact, Converted
-from lightning_speedkit.compress.int8 import make_int8, weighted_layers
+from lightning_speedkit.compress.int8 import make_int8, static_method, weighted_layers
 from lightning_speedkit.compress.torch_ao import (
     CONVOLUTIONS,
-    RECURRENT_LAYERS,
     dynamic_refusal,
     has_torch_ao,
     quantized_engine,
@@ -59,12 +58,8 @@ class AoPrepared:
 
     @property
     def method(self) -> str:
-        """The method of :func:`make_int8` for the scheme: Linear layers between convolutions and others are dynamic."""
-        if self.scheme == "dynamic-int8":
-            return "dynamic"
-        others = (*CONVOLUTIONS, *RECURRENT_LAYERS)
-        mixed = any(type(layer) in others for layer in self.floating.modules())
-        return "fx_static+dynamic" if mixed else "fx_static"
+        """The method of :func:`make_int8` for the scheme."""
+        return "dynamic" if self.scheme == "dynamic-int8" else static_method(self.floating)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_speedkit.compress.calls import Call, first_sample, replay
 from lightning_speedkit.compress.float_copy import fingerprint, float_copy
-from lightning_speedkit.compress.int8 import Int8Model, make_int8
+from lightning_speedkit.compress.int8 import Int8Model, make_int8, static_method
 from lightning_speedkit.compress.quality import relative_error
 from lightning_speedkit.compress.torch_ao import CONVOLUTIONS
 from lightning_speedkit.errors import QuantizationError, did_you_mean
@@ -32,7 +32,8 @@ __all__ = [
     "quantize_model",
 ]
 
-BACKENDS = ("auto", "fx_static", "dynamic")
+_STATIC, _DYNAMIC = "torch-ao-static", "torch-ao-dynamic"
+BACKENDS = ("auto", _STATIC, _DYNAMIC)
 _BROKEN_ERROR = 1.0  # relative; a network that answers nothing but zeros is this wrong
 
 
@@ -40,10 +41,10 @@ _BROKEN_ERROR = 1.0  # relative; a network that answers nothing but zeros is thi
 class QuantizationDetails:
     """How :func:`quantize_model` made an int8 copy.
 
-    ``backend`` is ``"fx_static"``, ``"dynamic"`` or ``"fx_static+dynamic"``. ``layers_quantized`` names those of the
-    ``layers_total`` layers with a weight of two or more dimensions that are int8 now, ``skipped`` says why each other
-    one is not. ``relative_error`` is the largest relative distance of an output from the float model's, over the
-    calibration batches. ``recipe`` repeats the structure on a fresh model (see ``save_quantized``).
+    ``backend`` is ``"torch-ao-dynamic"``, or ``"torch-ao-static"`` if at least a part is static. ``layers_quantized``
+    names those of the ``layers_total`` layers with a weight of two or more dimensions that are int8 now, ``skipped``
+    says why each other one is not. ``relative_error`` is the largest relative distance of an output from the float
+    model's, over the calibration batches. ``recipe`` repeats the structure on a fresh model (see ``save_quantized``).
     """
 
     backend: str
@@ -66,9 +67,10 @@ def quantize_model(
         model: Any module, also a LightningModule; on any device, in any floating dtype, in either mode.
         batches: Inputs to calibrate with, at least one: a tensor, a tuple or list of positional arguments, or a dict of
             keyword arguments. Some hundred samples of the training data are enough.
-        backend: ``"fx_static"`` fixes the range of every activation by calibration and runs traceable parts in int8
-            from end to end; ``"dynamic"`` converts only Linear and recurrent layers and needs no trace; ``"auto"``
-            takes static for parts with a convolution and dynamic for what remains, and dynamic alone if that fails.
+        backend: ``"torch-ao-static"`` fixes the range of every activation by calibration and runs traceable parts in
+            int8 from end to end; where there are convolutions or recurrent layers, only parts with a convolution, and
+            what remains is dynamic. ``"torch-ao-dynamic"`` converts only Linear and recurrent layers and needs no
+            trace. ``"auto"`` takes static for a network with a convolution, and dynamic for others or if that fails.
         skip: Names of modules that stay in float; ``*`` and ``?`` are wildcards.
 
     Raises:
@@ -80,7 +82,7 @@ def quantize_model(
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> int8, details = quantize_model(model, [torch.randn(4, 8)])
     >>> details.backend, details.layers_quantized, details.relative_error < 0.05
-    ('dynamic', ('0', '2'), True)
+    ('torch-ao-dynamic', ('0', '2'), True)
     """
     check_choice("backend", backend, BACKENDS)
     # it needs call_of() of this file
@@ -97,7 +99,7 @@ def quantize_model(
             try:
                 made, error = checked_int8(floating, calls, method, skip)
             except QuantizationError as failure:
-                failures.append(f"{method}: {failure}")
+                failures.append(f"{_DYNAMIC if method == 'dynamic' else _STATIC}: {failure}")
                 continue
             if fingerprint(model) != before:
                 raise QuantizationError("The float model changed while it was quantized; the result is not to be used.")
@@ -135,11 +137,11 @@ class _Movable(Protocol):
 
 
 def methods_of(floating: nn.Module, backend: str) -> list[str]:
-    """The ways to try for ``backend``, in order."""
+    """The methods of :func:`make_int8` to try for ``backend``, in order."""
     if backend != "auto":
-        return [backend]
+        return [static_method(floating) if backend == _STATIC else "dynamic"]
     convolutional = any(type(layer) in CONVOLUTIONS for layer in floating.modules())
-    return ["fx_static+dynamic", "dynamic"] if convolutional else ["dynamic"]
+    return [static_method(floating), "dynamic"] if convolutional else ["dynamic"]
 
 
 def checked_int8(
@@ -179,9 +181,8 @@ def _runs(module: nn.Module, calls: Sequence[Call]) -> bool:
 
 def details_of(made: Int8Model, error: float) -> QuantizationDetails:
     """What a user is told of ``made``."""
-    ways = [("fx_static", made.recipe["static"]), ("dynamic", made.recipe["dynamic"])]
     return QuantizationDetails(
-        backend="+".join(name for name, used in ways if used),
+        backend=_STATIC if made.recipe["static"] else _DYNAMIC,
         engine=made.recipe["engine"],
         layers_quantized=made.quantized,
         layers_total=len(made.quantized) + len(made.skipped),

@@ -41,7 +41,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
         class_dim: Which dimension holds the classes.
 
     Raises:
-        ValueError: The shapes differ.
+        ValueError: The shapes differ, or have no dimension ``class_dim``.
 
     >>> round(distillation_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]]), temperature=2.0).item(), 4)
     0.4438
@@ -50,6 +50,11 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
         raise ValueError(
             f"The student gave logits of shape {tuple(student.shape)} and the teacher of {tuple(teacher.shape)}; both "
             "must tell the same classes apart, for the same input."
+        )
+    if not -student.ndim <= class_dim < student.ndim:
+        raise ValueError(
+            f"class_dim={class_dim} is no dimension of logits of shape {tuple(student.shape)}; it is from "
+            f"{-student.ndim} to {student.ndim - 1}, the one that holds the classes."
         )
     log_student = torch.log_softmax(student.float() / temperature, dim=class_dim)
     log_teacher = torch.log_softmax(teacher.detach().float() / temperature, dim=class_dim)
@@ -68,8 +73,9 @@ class Distillation(Callback):
 
     Args:
         teacher: A module, a function or class that makes one, or the path of the latter, ``"package.module:Name"``.
-        checkpoint: The file of its weights, of a Trainer or a ``state_dict``; for a class of LightningModule also with
-            its hyperparameters.
+        checkpoint: The file of its weights, of a Trainer or a ``state_dict``. A class of LightningModule is made with
+            the hyperparameters that a Trainer saved. A class without a checkpoint is told of by a warning: a new one
+            has random weights.
         temperature: Softens both distributions, above 0.
         weight: The share of the teacher, from 0 to 1. At 0, without features, nothing is done at all.
         student: The name of the submodule that is the network; by default the one that the step calls: the module
@@ -86,8 +92,7 @@ class Distillation(Callback):
 
     Example:
 
-        >>> from lightning_speedkit.demo.model import DigitNet
-        >>> distillation = Distillation("lightning_speedkit.demo.model:DigitNet", temperature=4.0)
+        >>> distillation = Distillation("lightning_speedkit.demo.model:DigitNet", "large.ckpt", temperature=4.0)
         >>> distillation.weight
         0.5
     """
@@ -106,6 +111,8 @@ class Distillation(Callback):
         super().__init__()
         if not (isinstance(teacher, (str, nn.Module)) or callable(teacher)):
             raise TypeError(f"teacher must be a module, what makes one, or 'package.module:Name', got {teacher!r}.")
+        if isinstance(class_dim, bool) or not isinstance(class_dim, int):
+            raise TypeError(f"class_dim must be a whole number, got {class_dim!r}.")
         _check_number("temperature", temperature, lambda value: 0 < value < float("inf"), "above 0")
         _check_number("weight", weight, lambda value: 0 <= value <= 1, "from 0 to 1")
         _check_number("feature_weight", feature_weight, lambda value: 0 <= value < float("inf"), "at least 0")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import pickle
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_speedkit.compress.distill_weights import is_of_trainer, load_weights, read_weights, refuse_weights
 from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["Teacher", "made_teacher"]
@@ -21,27 +23,36 @@ __all__ = ["Teacher", "made_teacher"]
 def made_teacher(source: str | nn.Module | Callable[[], nn.Module], checkpoint: str | None = None) -> nn.Module:
     """The network that ``source`` is or makes, with the weights of ``checkpoint``.
 
+    A class that is made without a checkpoint gets a warning: its weights are drawn at random, unless it loads its own.
+
     Args:
         source: A module; a function or class that makes one; or the path of such a function, ``"package.module:Name"``.
         checkpoint: A file of weights: that of a Trainer, or of a ``state_dict``. Nothing in it is executed. A class of
-            LightningModule is made with the hyperparameters that the file holds.
+            LightningModule is made with the hyperparameters that the file of a Trainer holds.
 
     Raises:
-        ValueError: ``source`` names nothing, or the weights do not fit.
+        ValueError: ``source`` names nothing, needs arguments, or the weights do not fit; the file is no checkpoint.
         TypeError: What it makes is no module.
 
     >>> made_teacher("torch.nn:Identity")
     Identity()
     """
     make: Any = _found(source) if isinstance(source, str) else source
+    content = None if checkpoint is None else read_weights(Path(checkpoint))
     with own_random_numbers():  # the first weights of a network are drawn at random
-        if checkpoint is not None and isinstance(make, type) and issubclass(make, LightningModule):
-            return make.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
-        teacher = make if isinstance(make, nn.Module) else make()
+        is_lightning = isinstance(make, type) and issubclass(make, LightningModule)
+        if checkpoint is not None and content is not None and is_lightning and is_of_trainer(content):
+            return _from_trainer(make, Path(checkpoint))
+        teacher = make if isinstance(make, nn.Module) else _made(make, source)
     if not isinstance(teacher, nn.Module):
         raise TypeError(f"teacher must be or make a torch.nn.Module, and {source!r} gave a {type(teacher).__name__}.")
-    if checkpoint is not None:
-        _load(teacher, Path(checkpoint))
+    if checkpoint is not None and content is not None:
+        load_weights(teacher, content, Path(checkpoint))
+    elif isinstance(make, type) and next(teacher.parameters(), None) is not None:
+        rank_zero_warn(
+            f"The teacher is a new {make.__name__} whose weights were drawn at random, unless the class loads some: a "
+            "student learns nothing from them. Give checkpoint=..., or a function that makes the teacher with weights."
+        )
     return teacher
 
 
@@ -110,28 +121,29 @@ def _found(path: str) -> Any:
     return found
 
 
-def _load(teacher: nn.Module, path: Path) -> None:
+def _made(make: Callable[[], Any], source: Any) -> Any:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        inspect.signature(make).bind()
+    except TypeError as error:
         raise ValueError(
-            f"checkpoint={str(path)!r} is no file of weights alone ({type(error).__name__}), is damaged, or would "
-            "execute code when it is loaded. Give the checkpoint of a Trainer, or torch.save(net.state_dict(), path)."
+            f"teacher={source!r} cannot be made without arguments ({error}). Give the module itself, a function that "
+            "makes it, or, of a LightningModule that calls save_hyperparameters(), the checkpoint of a Trainer."
         ) from error
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else None
-    if not isinstance(state, Mapping):
-        raise ValueError(f"checkpoint={str(path)!r} holds no weights by name.")
-    wanted = set(teacher.state_dict())
-    # a LightningModule saves its network under the name of the attribute that holds it
-    prefixes = ["", *sorted({key[: i + 1] for key in state for i, c in enumerate(key) if c == "."}, key=len)]
-    for prefix in prefixes:
-        inside = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        if set(inside) == wanted:
-            teacher.load_state_dict(inside)
-            return
-    missing = sorted(wanted - set(state))
-    raise ValueError(
-        f"The weights in {str(path)!r} are not those of the teacher, a {type(teacher).__name__}: it lacks "
-        f"{missing[:3] or 'none'}, and has {sorted(set(state) - wanted)[:3]} beside them. Give a teacher of the "
-        "structure that was saved."
-    )
+    except ValueError:  # some builtin callables have no signature
+        pass
+    return make()
+
+
+def _from_trainer(cls: type[LightningModule], path: Path) -> LightningModule:
+    try:
+        return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    except TypeError as error:
+        raise ValueError(
+            f"{cls.__name__} cannot be made with the hyperparameters in {str(path)!r} ({error}). Give a function that "
+            "makes it with its arguments."
+        ) from error
+    except RuntimeError as error:
+        told = " ".join(str(error).split())
+        if not told.startswith("Error(s) in loading state_dict"):
+            raise
+        raise refuse_weights(cls, path, f"{told:.400}") from error

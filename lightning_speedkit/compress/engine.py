@@ -189,7 +189,6 @@ ENGINES: tuple[Engine, ...] = (
     Engine("torchao-fp8", "fp8", _CUDA, _CUDA, ("state_dict",), "torchao_engine", (("scheme", "fp8"),)),
     Engine("onnxruntime-float32", FLOAT32, _CPU, _CPU, ("onnx",), "onnx_engine", (("scheme", FLOAT32),)),
 )
-_OLD_NAMES = {"fx_static": "torch-ao-static", "dynamic": "torch-ao-dynamic"}
 
 
 def engines_for(scheme: str, device: str = "cpu", objective: str = "latency") -> tuple[Engine, ...]:
@@ -217,16 +216,16 @@ def engines_for(scheme: str, device: str = "cpu", objective: str = "latency") ->
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of that name; ``"fx_static"`` and ``"dynamic"`` are the ``torch-ao`` ones.
+    """The engine of that name.
 
-    >>> engine_named("dynamic").name
-    'torch-ao-dynamic'
+    >>> engine_named("torch-ao-dynamic").scheme
+    'dynamic-int8'
     """
     from lightning_speedkit.compress.conversion import check_choice
 
     known = {engine.name: engine for engine in ENGINES}
-    check_choice("backend", name, (*known, *_OLD_NAMES))
-    return known[_OLD_NAMES.get(name, name)]
+    check_choice("backend", name, tuple(known))
+    return known[name]
 
 
 def float_engine(engine: Engine) -> Engine | None:

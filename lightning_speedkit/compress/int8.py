@@ -26,6 +26,7 @@ from lightning_speedkit.compress.parts import (
 )
 from lightning_speedkit.compress.torch_ao import (
     CONVOLUTIONS,
+    RECURRENT_LAYERS,
     dynamic_layer,
     dynamic_refusal,
     is_quantized,
@@ -34,7 +35,7 @@ from lightning_speedkit.compress.torch_ao import (
 )
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Int8Model", "follow_recipe", "make_int8", "weighted_layers"]
+__all__ = ["Int8Model", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
 
 
 @dataclass(slots=True)
@@ -57,11 +58,21 @@ def weighted_layers(root: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def static_method(floating: nn.Module) -> str:
+    """How :func:`make_int8` makes as much static as it is good for: beside convolutions Linear layers may be dynamic.
+
+    >>> static_method(nn.Linear(2, 1)), static_method(nn.LSTM(2, 1))
+    ('static', 'static+dynamic')
+    """
+    mixed = any(type(layer) in (*CONVOLUTIONS, *RECURRENT_LAYERS) for layer in floating.modules())
+    return "static+dynamic" if mixed else "static"
+
+
 def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: Sequence[str] = ()) -> Int8Model:
     """An int8 copy of ``floating`` (from :func:`float_copy`), calibrated on ``calls``.
 
-    ``method`` is ``"fx_static"``, ``"dynamic"`` or ``"fx_static+dynamic"``: parts with a convolution static, the
-    Linear and recurrent layers that remain dynamic.
+    ``method`` is ``"static"``, ``"dynamic"`` or ``"static+dynamic"``: parts with a convolution static, the Linear and
+    recurrent layers that remain dynamic.
     """
     engine = quantized_engine()
     used = used_modules(floating, calls)
@@ -70,7 +81,7 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
     kept_float = [name for name, layer in layers if matches(name, skip) or static_refusal(layer, engine)]
     result = copy_module(floating)
     parts: list[TracedPart] = []
-    if "fx_static" in method:
+    if "static" in method:
         wanted = CONVOLUTIONS if "dynamic" in method else (*CONVOLUTIONS, nn.Linear)
         search = PartSearch(wanted, used, {call.name for call in calls}, engine, kept_float, reasons)
         parts = calibrated_parts(floating, search.parts(floating), calls, reasons)

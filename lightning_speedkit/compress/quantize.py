@@ -282,7 +282,7 @@ class QuantizeOnFitEnd(Callback):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return Plan(
             scheme=self.scheme,
-            backend=None if self.backend is None else engine_named(self.backend).name,
+            backend=self.backend,
             device=device,
             objective=self.objective,
             skip=self.skip,

@@ -46,8 +46,10 @@ class QuantizationAwareTraining(Callback):
         scheme: ``"static-int8"`` for Linear, convolution and attention layers; ``"dynamic-int8"``,
             ``"weight-only-int8"`` and ``"weight-only-int4"`` for Linear and attention layers only. Take the scheme that
             the model will be quantized with.
-        start: When rounding starts: a ``float`` is a share of the fit, a whole number counts ``unit``.
+        start: When rounding starts: a ``float`` is a share of the fit, a whole number counts ``unit``. A share below
+            1.0 starts at the last optimizer step at the latest, if the fit has two or more.
         freeze_ranges: When the running ranges of ``"static-int8"`` stop moving, in the same way; not before the start.
+            The first batch that is rounded gives a range in any case.
         unit: What whole numbers count: optimizer ``"step"`` or ``"epoch"``.
         in_validation: Round in the validation of the fit, too, once rounding has started. By default validation
             measures the float model.
@@ -131,21 +133,20 @@ class QuantizationAwareTraining(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for value in (self.start, self.freeze_ranges):
-            if isinstance(value, float):
-                _share_done(trainer, 0)  # raises now rather than later
+        if any(isinstance(value, float) for value in (self.start, self.freeze_ranges)):
+            _shares_done(trainer, 0)  # raises now rather than later
         check_skip(pl_module, self.skip)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_past(self.start, trainer, batch_idx):
+        if not self._is_past(self.start, trainer, batch_idx, at_the_latest=True):
             return
         if self._fake is None:
             self._begin(trainer, pl_module)
         assert self._fake is not None
-        self._fake.switch_on(observe=not self._is_past(self.freeze_ranges, trainer, batch_idx))
+        self._fake.switch_on(observe=not (self._fake.ranges and self._is_past(self.freeze_ranges, trainer, batch_idx)))
 
     @override
     def on_train_batch_end(
@@ -171,8 +172,7 @@ class QuantizationAwareTraining(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fake is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
-                f"QuantizationAwareTraining never started: start={self.start!r} lies beyond the end of this fit. The "
-                "model was trained in float only. Choose an earlier start, or a share of the fit such as 0.8."
+                f"QuantizationAwareTraining never started, and the model was trained in float: {self._why(trainer)}"
             )
         self._remove()
 
@@ -218,27 +218,45 @@ class QuantizationAwareTraining(Callback):
             self._fake.remove()
             self._removed = True
 
-    def _is_past(self, point: int | float, trainer: pl.Trainer, batch_idx: int) -> bool:
+    def _is_past(self, point: int | float, trainer: pl.Trainer, batch_idx: int, *, at_the_latest: bool = False) -> bool:
         if isinstance(point, float):
-            return _share_done(trainer, batch_idx) >= point - 1e-9
+            shares = _shares_done(trainer, batch_idx)
+            return any(
+                done >= (min(point, last) if at_the_latest and point < 1 and last else point) - 1e-9
+                for done, last in shares
+            )
         return (trainer.global_step if self.unit == "step" else trainer.current_epoch) >= point
 
+    def _why(self, trainer: pl.Trainer) -> str:
+        """Why rounding has not started in a fit that is over."""
+        had = f"this fit had {trainer.global_step} optimizer steps in {trainer.current_epoch} epochs"
+        if not isinstance(self.start, float):
+            return f"start={self.start} {self.unit}s lie beyond its end ({had}). Choose an earlier start, or a share."
+        if self.start == 1:
+            return "start=1.0 is its end. Choose a smaller share of the fit."
+        return (
+            f"start={self.start} is a share of max_epochs or max_steps, and it ended before that ({had}). A share "
+            "needs a fit of 2 optimizer steps or more, which is not stopped early."
+        )
 
-def _share_done(trainer: pl.Trainer, batch_idx: int) -> float:
-    """How much of the fit is done before this batch."""
+
+def _shares_done(trainer: pl.Trainer, batch_idx: int) -> list[tuple[float, float]]:
+    """How much of the fit is done before this batch, and before its last optimizer step, by each of its ends."""
     shares = []
     if trainer.max_steps > 0:
-        shares.append(trainer.global_step / trainer.max_steps)
+        shares.append((trainer.global_step / trainer.max_steps, 1 - 1 / trainer.max_steps))
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         batches = float(trainer.num_training_batches)
-        in_epoch = batch_idx / batches if 0 < batches < float("inf") else 0.0
-        shares.append((trainer.current_epoch + in_epoch) / trainer.max_epochs)
+        known = 0 < batches < float("inf")
+        in_epoch = batch_idx / batches if known else 0.0
+        step = min(trainer.accumulate_grad_batches, batches) / batches if known else 1.0
+        shares.append(((trainer.current_epoch + in_epoch) / trainer.max_epochs, 1 - step / trainer.max_epochs))
     if not shares:
         raise MisconfigurationException(
             "start and freeze_ranges of QuantizationAwareTraining are shares of the fit, and its length is not known. "
             "Give the Trainer max_epochs or max_steps, or both arguments as whole numbers of steps or epochs."
         )
-    return max(shares)
+    return shares
 
 
 def _maximum_over_ranks(trainer: pl.Trainer) -> Callable[[Tensor], Tensor] | None:

@@ -32,6 +32,7 @@ from lightning_speedkit.compress.conversion import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_fit import is_trial_run
+from lightning_speedkit.compress.shrink_best import warn_of_another_size
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
 from lightning_speedkit.compress.shrink_graph import torch_pruning
@@ -275,6 +276,11 @@ class StructuredPruning(Callback):
         self.report = trainer.strategy.broadcast(report)
         if trainer.is_global_zero and self.report is not None:
             self._publish(trainer, self.report)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero and not is_trial_run(trainer):
+            warn_of_another_size(trainer, pl_module)
 
     @override
     def on_save_checkpoint(

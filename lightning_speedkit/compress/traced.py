@@ -91,7 +91,8 @@ def run_by_graph(
             if found != template:
                 raise ValueError(
                     f"The int8 forward of {cls.__name__} was traced for the arguments {dict(template)} and cannot "
-                    f"answer {found}. Call it as on the calibration batches, or quantize with backend='dynamic'."
+                    f"answer {found}. Call it as on the calibration batches, or quantize with "
+                    "backend='torch-ao-dynamic'."
                 )
             return run(self, tensors)
 

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_internals import forget_static_graph_flush
 
-__all__ = ["SpeedkitDDPStrategy", "register_comm_hook"]
+__all__ = ["SpeedkitDDPStrategy", "checked_timeout", "register_comm_hook"]
 
 CommHook = Literal["fp16", "bf16"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -71,6 +71,19 @@ def _checked_hook(name: str) -> None:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} must be a number.")
+
+
+def checked_timeout(timeout_seconds: float) -> timedelta:
+    """How long a collective may take, for torch.
+
+    >>> checked_timeout(90)
+    datetime.timedelta(seconds=90)
+    """
+    _check_number("timeout_seconds", timeout_seconds)
+    # torch keeps milliseconds, and adds them to a clock of nanoseconds in 64 bits
+    if not 0.001 <= timeout_seconds <= 1e9:
+        raise ValueError(f"timeout_seconds={timeout_seconds!r} must be from 0.001 to 1e9.")
+    return timedelta(seconds=float(timeout_seconds))
 
 
 class SpeedkitDDPStrategy(DDPStrategy):
@@ -127,10 +140,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
             )
         if comm_hook is not None:
             _checked_hook(comm_hook)
-        _check_number("timeout_seconds", timeout_seconds)
-        # torch keeps milliseconds, and adds them to a clock of nanoseconds in 64 bits
-        if not 0.001 <= timeout_seconds <= 1e9:
-            raise ValueError(f"timeout_seconds={timeout_seconds!r} must be from 0.001 to 1e9.")
+        timeout = checked_timeout(timeout_seconds)
         if bucket_cap_mb is not None:
             _check_number("bucket_cap_mb", bucket_cap_mb)
             if not 0 < bucket_cap_mb <= 1e9:
@@ -139,7 +149,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
             raise ValueError(f"start_method={start_method!r} is unknown; use one of {get_args(StartMethod)}.")
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=float(timeout_seconds)),
+            timeout=timeout,
             start_method=start_method,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,

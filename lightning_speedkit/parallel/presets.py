@@ -21,4 +21,11 @@ PRESETS: tuple[Preset, ...] = (
         patch=TrainerPatch(arguments={"strategy": "speedkit_ddp_static"}),
         needs=("devices>=2",),
     ),
+    Preset(
+        name="pipeline",
+        kind="parallel",
+        summary="The layers of the module's only nn.Sequential spread over the devices, in four micro-batches.",
+        patch=TrainerPatch(arguments={"strategy": "speedkit_pipeline"}),
+        needs=("devices>=2",),
+    ),
 )

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_speedkit.parallel.ddp import SpeedkitDDPStrategy
+from lightning_speedkit.parallel.pipeline import PipelineStrategy
 
 __all__ = ["STRATEGIES", "register_strategies"]
 
-STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "speedkit_ddp": ("DDP with gradients as bucket views", {}),
-    "speedkit_ddp_static": ("DDP on a static graph, also with gradient accumulation", {"static_graph": True}),
+STRATEGIES: Mapping[str, tuple[type[Strategy], str, Mapping[str, Any]]] = {
+    "speedkit_ddp": (SpeedkitDDPStrategy, "DDP with gradients as bucket views", {}),
+    "speedkit_ddp_static": (
+        SpeedkitDDPStrategy,
+        "DDP on a static graph, also with gradient accumulation",
+        {"static_graph": True},
+    ),
+    "speedkit_pipeline": (PipelineStrategy, "The layers of one nn.Sequential spread over the processes", {}),
 }
 
 
@@ -28,5 +34,5 @@ def register_strategies() -> None:
     >>> "speedkit_ddp" in StrategyRegistry
     True
     """
-    for name, (description, arguments) in STRATEGIES.items():
-        StrategyRegistry.register(name, SpeedkitDDPStrategy, description=description, override=True, **arguments)
+    for name, (strategy, description, arguments) in STRATEGIES.items():
+        StrategyRegistry.register(name, strategy, description=description, override=True, **arguments)

@@ -3,7 +3,7 @@
 What it does: the networks that a LightningModule holds, its repeated blocks, or the modules that are named, run
 through ``torch.compile``. The steps themselves stay eager, so that ``self.log`` works in them. Names of parameters,
 keys of the ``state_dict``, classes and checkpoints do not change; a copy or a pickle of the model is the plain model.
-Where compiling fails the module goes on eagerly, with one warning that gives the reason.
+Where compiling fails, or torch declines to, the module goes on eagerly, with one warning that gives the reason.
 
 When it helps: many small operations between the matrix products (normalizations, activations, masks), on a GPU or a
 CPU with a C++ compiler; runs that are long beside the time of compiling. What it costs: seconds to minutes in the
@@ -15,11 +15,10 @@ compiled step fails in Lightning 2.6 with torch 2.12 and later (#21836).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -29,16 +28,11 @@ from typing_extensions import override
 
 from lightning_speedkit.measure.clocks import clock_for
 from lightning_speedkit.measure.one_run import begin_run, is_in_another_run, refuse_second
+from lightning_speedkit.precision.compile_graphs import SharedGraphs, check_backend, group_of
+from lightning_speedkit.precision.compile_log import CompileLog
 from lightning_speedkit.precision.compile_targets import checked_modules, compile_targets
 from lightning_speedkit.precision.compile_times import CompileReport, StepWindows
-from lightning_speedkit.precision.compiled_call import (
-    CompiledCall,
-    CompileLog,
-    call_module,
-    check_backend,
-    group_of,
-    guarded_backend,
-)
+from lightning_speedkit.precision.compiled_call import CompiledCall
 
 __all__ = ["CompileModel", "compile_modules", "uncompile_modules"]
 
@@ -57,6 +51,7 @@ def compile_modules(
 
     Undone by :func:`uncompile_modules`. If this raises, nothing has changed. ``log`` is told what is compiled.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> compile_modules(model, "Linear", backend="eager")
     ('0',)
@@ -68,18 +63,12 @@ def compile_modules(
     check_backend(backend, mode, dynamic, max_shapes)
     paths = compile_targets(model, modules)
     log = CompileLog() if log is None else log
-    compiled: dict[Any, Any] = {}
-    compiler: Callable[..., Any] = torch.compile  # not all its overloads know isolate_recompiles
+    compiled: dict[Any, SharedGraphs] = {}
     for path in paths:
         module = model.get_submodule(path)
         group = group_of(module)
         if group not in compiled:
-            compiled[group] = compiler(
-                call_module,
-                backend=guarded_backend(log, backend, mode, dynamic),
-                dynamic=dynamic,
-                isolate_recompiles=True,
-            )
+            compiled[group] = SharedGraphs(log, backend, mode, dynamic)
         module._compiled_call_impl = CompiledCall(path, module, compiled[group], log, max_shapes)
     log.listen()
     return paths
@@ -231,6 +220,7 @@ class CompileModel(Callback):
 
     def _finish(self) -> None:
         log, windows = self._log, self._windows
+        log.settle()
         self._report = CompileReport(
             paths=self._paths,
             never_called=tuple(path for path in self._paths if path not in log.called),

@@ -51,9 +51,15 @@ class CompileReport:
     steps: int = 0
 
     @property
+    def compiled(self) -> tuple[str, ...]:
+        """The modules that were called and still run compiled at the end."""
+        eager = {*self.never_called, *dict(self.failures)}
+        return tuple(path for path in self.paths if path not in eager)
+
+    @property
     def speedup(self) -> float | None:
-        """How many times as fast a step became."""
-        if self.eager_seconds is None or not self.compiled_seconds:
+        """How many times as fast a step became; ``None`` if it was not measured, or nothing is compiled."""
+        if self.eager_seconds is None or not self.compiled_seconds or not self.compiled:
             return None
         return self.eager_seconds / self.compiled_seconds
 
@@ -62,11 +68,15 @@ class CompileReport:
         """After so many steps the time spent on compiling is won back; ``None`` if never, or not measured."""
         if self.eager_seconds is None or self.compiled_seconds is None or self.eager_seconds <= self.compiled_seconds:
             return None
+        if not self.compiled:
+            return None
         return math.ceil(round(self.compile_seconds / (self.eager_seconds - self.compiled_seconds), 9))
 
     @property
     def paid(self) -> bool | None:
         """Whether this run was faster by compiling; ``None`` if it was not measured."""
+        if self.steps and not self.compiled:
+            return False
         if self.speedup is None:
             return None
         return self.break_even_step is not None and self.steps >= self.break_even_step
@@ -74,12 +84,17 @@ class CompileReport:
     def __str__(self) -> str:
         shown = ", ".join(path or "the model" for path in self.paths[:4])
         more = f" and {len(self.paths) - 4} more" if len(self.paths) > 4 else ""
-        said = [f"{shown}{more} compiled in {self.compile_seconds:.1f} s ({self.graphs} graphs)."]
+        effort = f"{self.compile_seconds:.1f} s ({self.graphs} graphs)"
+        said = [
+            f"{shown}{more} compiled in {effort}." if self.compiled else f"{shown}{more} not compiled, in {effort}."
+        ]
         if self.failures:
             said.append(f"{len(self.failures)} fell back to eager, {self.failures[0][0]!r}: {self.failures[0][1]}")
         if self.recompiles:
             path, shapes = max(self.recompiles, key=lambda entry: len(entry[1]))
             said.append(f"{path!r} was compiled again {len(shapes)} times.")
+        if self.steps and not self.compiled:
+            return " ".join([*said, "Nothing runs compiled at the end, so it did not pay."])
         if self.speedup is None or self.eager_seconds is None or self.compiled_seconds is None:
             return " ".join([*said, "Not enough steps were measured to say whether it pays."])
         said.append(

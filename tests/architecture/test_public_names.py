@@ -75,6 +75,7 @@ PUBLIC = {
     "RunRecorder",
     "SpeedkitCLI",
     "SpeedkitDDPStrategy",
+    "PipelineStrategy",
     "SpeedkitDataModule",
     "SpeedkitError",
     "SpeedkitMixedPrecision",

@@ -177,6 +177,8 @@ def test_a_number_must_be_finite() -> None:
         (("capability>=8.9",), "cuda"),
         (("json",), None),
         (("json", "no_such"), "no_such"),
+        (("no_such or json",), None),
+        (("no_such or neither",), "no_such or neither"),
     ],
 )
 def test_needs_on_a_cpu(needs: tuple[str, ...], missing: str | None) -> None:
@@ -195,6 +197,10 @@ def test_only_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_names_of_cases_are_unique() -> None:
     assert len({each.name for each in CASES}) == len(CASES)
+
+
+def test_all_cases_fit_into_the_budget_together() -> None:
+    assert sum(each.seconds for each in CASES) <= 300
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def _prepared(net: nn.Module, *batches: Tensor, scheme: str) -> AoPrepared:
     ("scheme", "layers", "method"),
     [
         ("dynamic-int8", ("rnn", "head"), "dynamic"),
-        ("static-int8", ("conv", "rnn", "head"), "fx_static+dynamic"),
+        ("static-int8", ("conv", "rnn", "head"), "static+dynamic"),
     ],
 )
 def test_the_layers_that_it_offers_are_those_that_it_quantizes(
@@ -58,7 +58,7 @@ def test_the_layers_that_it_offers_are_those_that_it_quantizes(
 
 def test_layers_without_a_convolution_are_all_static() -> None:
     prepared = _prepared(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(3, 4), scheme="static-int8")
-    assert prepared.method == "fx_static"
+    assert prepared.method == "static"
     made = prepared.convert()
     assert made.quantized == ("0",)
     assert [entry["name"] for entry in made.recipe["static"]]

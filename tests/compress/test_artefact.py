@@ -66,7 +66,7 @@ class TestArtefact:
 
         x = torch.rand(4, 1, 8, 8)
         int8, details = quantize_model(net(), [x], skip=["4"])
-        assert (details.backend, details.layers_quantized) == ("fx_static", ("0", "3"))
+        assert (details.backend, details.layers_quantized) == ("torch-ao-static", ("0", "3"))
         assert details.skipped == {"1": "padding_mode='circular' has no int8 version", "4": "named in skip"}
         save_quantized(int8, details.recipe, tmp_path / "model.pt")
         torch.testing.assert_close(load_quantized(tmp_path, net())(x), int8(x), rtol=0, atol=0)

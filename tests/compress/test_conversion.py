@@ -36,8 +36,8 @@ from tests.compress.models import (
 
 def test_dynamic_weights_are_the_float_ones_to_half_a_step() -> None:
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    int8, details = quantize_model(net, [digits()[0][:32].flatten(1)], backend="dynamic")
-    assert details.backend == "dynamic"
+    int8, details = quantize_model(net, [digits()[0][:32].flatten(1)], backend="torch-ao-dynamic")
+    assert details.backend == "torch-ao-dynamic"
     assert details.layers_quantized == ("0", "2")
     for index in (0, 2):
         weight, layer = net[index].weight, int8[index]
@@ -54,7 +54,7 @@ def test_static_convolution_matches_the_formula_of_its_scales() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(1, 4, 3)
     x = digits()[0][:64]
-    int8, details = quantize_model(conv, [x], backend="fx_static")
+    int8, details = quantize_model(conv, [x], backend="torch-ao-static")
     assert details.layers_total == 1
     assert len(details.layers_quantized) == 1
     layer = int8[0] if isinstance(int8, nn.Sequential) else int8
@@ -80,7 +80,7 @@ def test_conv_net_runs_in_int8_as_one_part(make: type[nn.Module]) -> None:
             model.train()(digits()[0][:64])
     model.eval()
     int8, details = quantize_model(model, digit_batches())
-    assert details.backend == "fx_static"
+    assert details.backend == "torch-ao-static"
     assert set(details.layers_quantized) == {
         n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)
     }
@@ -108,7 +108,7 @@ def test_two_inputs_in_a_dict_and_two_outputs() -> None:
     model = _TwoInputs().eval()
     batches = [{"image": x, "extra": {"values": torch.randn(32, 3)}} for x in digit_batches()]
     int8, details = quantize_model(model, batches)
-    assert details.backend == "fx_static"
+    assert details.backend == "torch-ao-static"
     assert details.layers_quantized == ("image", "extra", "head")
     with torch.no_grad():
         expected, got = model(**batches[0]), int8(**batches[0])
@@ -120,7 +120,7 @@ def test_two_inputs_in_a_dict_and_two_outputs() -> None:
 def test_recurrent_net_becomes_dynamic(kind: type[nn.Module]) -> None:
     model = RowReader(kind).eval()
     int8, details = quantize_model(model, digit_batches())
-    assert (details.backend, details.layers_quantized) == ("dynamic", ("rnn", "head"))
+    assert (details.backend, details.layers_quantized) == ("torch-ao-dynamic", ("rnn", "head"))
     with torch.no_grad():
         assert relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.03
 
@@ -174,7 +174,7 @@ def test_transformer_encoder_does_not_crash(padded: bool, batch_first: bool) -> 
     ],
     ids=["no weight", "embedding", "no bias", "projection", "circular"],
 )
-@pytest.mark.parametrize("backend", ["auto", "dynamic", "fx_static"])
+@pytest.mark.parametrize("backend", ["auto", "torch-ao-dynamic", "torch-ao-static"])
 def test_nothing_to_quantize_is_a_clear_error(model: nn.Module, x: Tensor, backend: str) -> None:
     with pytest.raises(QuantizationError, match=r"could not be quantized.*No layer could be made int8"):
         quantize_model(model, [x], backend=backend)
@@ -182,7 +182,7 @@ def test_nothing_to_quantize_is_a_clear_error(model: nn.Module, x: Tensor, backe
 
 def test_single_layers_at_the_root() -> None:
     x = torch.randn(6, 8)
-    for backend in ("auto", "dynamic", "fx_static"):
+    for backend in ("auto", "torch-ao-dynamic", "torch-ao-static"):
         layer = nn.Linear(8, 4)
         int8, details = quantize_model(layer, [x], backend=backend)
         assert len(details.layers_quantized) == 1
@@ -252,8 +252,11 @@ def test_random_layers_are_compared_on_the_same_random_numbers() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"backend must be one of .*got 'fx-static'.*Did you mean 'fx_static'"):
-        quantize_model(mlp(), digit_batches(), backend="fx-static")
+    with pytest.raises(
+        ValueError,
+        match=r"one of 'auto', 'torch-ao-static', 'torch-ao-dynamic', got 'torch_ao_static'.*'torch-ao-static'",
+    ):
+        quantize_model(mlp(), digit_batches(), backend="torch_ao_static")
     with pytest.raises(ValueError, match="at least one batch"):
         quantize_model(mlp(), [])
 
@@ -352,10 +355,11 @@ def test_a_source_that_changes_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("model", "backend", "methods"),
     [
-        (nn.Conv1d(1, 1, 1), "auto", ["fx_static+dynamic", "dynamic"]),
+        (nn.Conv1d(1, 1, 1), "auto", ["static+dynamic", "dynamic"]),
         (nn.Linear(1, 1), "auto", ["dynamic"]),
-        (nn.Linear(1, 1), "fx_static", ["fx_static"]),
-        (nn.Conv1d(1, 1, 1), "dynamic", ["dynamic"]),
+        (nn.Linear(1, 1), "torch-ao-static", ["static"]),
+        (nn.LSTM(1, 1), "torch-ao-static", ["static+dynamic"]),
+        (nn.Conv1d(1, 1, 1), "torch-ao-dynamic", ["dynamic"]),
     ],
 )
 def test_methods_of_a_backend(model: nn.Module, backend: str, methods: list[str]) -> None:
@@ -365,7 +369,7 @@ def test_methods_of_a_backend(model: nn.Module, backend: str, methods: list[str]
 def test_details_name_the_methods_that_were_used() -> None:
     recipe = {"engine": "x86", "static": [{}], "dynamic": ["b"]}
     details = details_of(Int8Model(nn.ReLU(), recipe, ("a", "b"), {"c": "why"}), 0.25)
-    assert (details.backend, details.engine, details.layers_total) == ("fx_static+dynamic", "x86", 3)
+    assert (details.backend, details.engine, details.layers_total) == ("torch-ao-static", "x86", 3)
     assert (details.skipped, details.relative_error) == ({"c": "why"}, 0.25)
     assert "recipe" not in repr(details)
 

@@ -224,6 +224,7 @@ class _Manual(Digits):
         (lambda: Digits(mlp()), {"student": "nets"}, "no module 'nets'"),
         (lambda: Digits(mlp()), {"features": {"net.1": "3"}}, "same shape"),
         (lambda: Digits(mlp()), {"teacher": "tests.compress.models:mpl"}, "package.module:Name"),
+        (lambda: Digits(mlp()), {"class_dim": 7}, r"class_dim=7 is no dimension .*\(64, 10\); it is from -2 to 1"),
     ],
 )
 def test_what_cannot_work_says_what_to_do(module: Any, arguments: dict[str, Any], match: str) -> None:
@@ -246,6 +247,7 @@ def test_a_teacher_inside_the_module_is_refused() -> None:
         ({"weight": 1.5}, ValueError),
         ({"weight": "half"}, TypeError),
         ({"feature_weight": -1}, ValueError),
+        ({"class_dim": 1.0}, TypeError),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:

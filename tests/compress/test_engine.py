@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -30,9 +31,13 @@ def test_a_scheme_without_an_engine_for_the_device_says_why() -> None:
     assert engine.missing("cpu") == "torchao-fp8 is for cuda, not for cpu"
 
 
-def test_every_name_is_found_again_and_the_old_ones_too() -> None:
+def test_every_name_is_found_again_and_no_other_is_offered() -> None:
     assert [engine_named(engine.name) for engine in ENGINES] == list(ENGINES)
-    assert engine_named("fx_static").name == "torch-ao-static"
+    for wrong in ("fx_static", "dynamic"):
+        with pytest.raises(ValueError, match="backend must be one of") as caught:
+            engine_named(wrong)
+        named = set(re.findall(r"'([^']*)'", str(caught.value).partition(", got")[0]))
+        assert named == {engine.name for engine in ENGINES}
     with pytest.raises(ValueError, match="Did you mean 'onnxruntime-static'"):
         engine_named("onnxruntime_static")
     with pytest.raises(ValueError, match="scheme must be one of"):

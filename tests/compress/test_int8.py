@@ -126,7 +126,7 @@ def _checked(model: nn.Module, x: Tensor, tmp_path: Path, limit: float = 0.08) -
     """Quantized statically: as far from the float model as roundings are, and equal again in a model read anew."""
     floating = float_copy(model)
     calls = [Call("", (x,), {})]
-    made = make_int8(floating, calls, method="fx_static")
+    made = make_int8(floating, calls, method="static")
     assert relative_error(replay(floating, calls), replay(made.module, calls)) < limit
     save_quantized(made.module, made.recipe, tmp_path / "model.pt")
     again = load_quantized(tmp_path, _other_weights(model))
@@ -235,7 +235,7 @@ def test_weighted_layers_are_those_with_a_matrix_outside_of_metrics() -> None:
 
 def test_a_recipe_gives_the_structure_and_asks_for_equal_shapes() -> None:
     model = float_copy(ConvNet())
-    made = make_int8(model, [Call("", (x,), {}) for x in digit_batches(1)], method="fx_static")
+    made = make_int8(model, [Call("", (x,), {}) for x in digit_batches(1)], method="static")
     again = follow_recipe(float_copy(ConvNet()), made.recipe)
     assert [type(m).__name__ for m in again.modules()] == [type(m).__name__ for m in made.module.modules()]
     other = ConvNet()
@@ -253,7 +253,7 @@ def test_a_recipe_gives_the_structure_and_asks_for_equal_shapes() -> None:
     [
         ("dynamic", nn.Conv2d(1, 1, 3), "Conv2d has no dynamic int8 version"),
         ("dynamic", nn.Embedding(3, 2), "Embedding has no dynamic int8 version"),
-        ("fx_static", nn.Sequential(nn.LSTM(8, 2)), "outside the int8 parts"),
+        ("static", nn.Sequential(nn.LSTM(8, 2)), "outside the int8 parts"),
     ],
 )
 def test_every_layer_that_stays_has_its_reason(method: str, layer: nn.Module, why: str) -> None:
@@ -265,8 +265,6 @@ def test_every_layer_that_stays_has_its_reason(method: str, layer: nn.Module, wh
 
 
 def test_a_net_of_two_methods_has_both_in_its_recipe() -> None:
-    made = make_int8(
-        float_copy(Branching()), [Call("", (x,), {}) for x in digit_batches(1)], method="fx_static+dynamic"
-    )
+    made = make_int8(float_copy(Branching()), [Call("", (x,), {}) for x in digit_batches(1)], method="static+dynamic")
     assert [entry["name"] for entry in made.recipe["static"]] == ["block"]
     assert made.recipe["dynamic"] == ["head"]

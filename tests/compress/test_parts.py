@@ -37,7 +37,7 @@ from tests.compress.models import (
 def test_what_cannot_be_traced_is_quantized_in_the_parts_that_can() -> None:
     model = Branching().eval()
     int8, details = quantize_model(model, digit_batches())
-    assert details.backend == "fx_static+dynamic"
+    assert (details.backend, details.recipe["dynamic"]) == ("torch-ao-static", ["head"])
     assert details.layers_quantized == ("block.0", "block.2", "head")
     with torch.no_grad():
         assert relative(model(digits()[0][:9]), int8(digits()[0][:9])) < 0.06

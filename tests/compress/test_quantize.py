@@ -514,8 +514,12 @@ def test_strategies_that_spread_the_model_are_refused() -> None:
     ("arguments", "error", "message"),
     [
         ({"scheme": "int8-static"}, ValueError, "scheme must be one of .*'static-int8'"),
-        ({"backend": "dynamik"}, ValueError, "backend must be one of .* Did you mean 'dynamic'"),
-        ({"backend": "dynamic", "scheme": "fp8"}, ValueError, "'dynamic' is for 'dynamic-int8', not for scheme='fp8'"),
+        ({"backend": "torch-ao-dynamik"}, ValueError, "backend must be one of .* Did you mean 'torch-ao-dynamic'"),
+        (
+            {"backend": "torch-ao-dynamic", "scheme": "fp8"},
+            ValueError,
+            "'torch-ao-dynamic' is for 'dynamic-int8', not for scheme='fp8'",
+        ),
         ({"device": "gpu"}, ValueError, "device must be one of 'cpu', 'cuda', 'auto', got 'gpu'"),
         ({"objective": "speed"}, ValueError, "objective must be one of 'latency', 'size'"),
         ({"mode": "maximum"}, ValueError, "mode must be one of .* Did you mean 'max'"),

@@ -186,6 +186,27 @@ def test_a_start_beyond_the_fit_changes_no_bit_and_says_so() -> None:
     torch.testing.assert_close(other.state_dict(), plain.state_dict(), **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "batches", "accumulated", "start"),
+    [(1, 2, 1, 1), (1, 3, 1, 2), (1, 4, 1, 3), (1, 5, 1, 4), (2, 5, 1, 8), (1, 4, 2, 2)],
+)
+def test_a_share_leaves_the_last_step_at_the_least_to_round(
+    epochs: int, batches: int, accumulated: int, start: int
+) -> None:
+    options = {"max_epochs": epochs, "limit_train_batches": batches, "accumulate_grad_batches": accumulated}
+    plain, aware = _fit([], **options), _aware(start=0.8, freeze_ranges=0.9)
+    other = _fit([aware], **options)
+    same = [torch.equal(a, b) for a, b in zip(plain.losses, other.losses, strict=True)]
+    assert len(same) == epochs * batches
+    assert same[: start + 1] == [True] * start + [False]
+    assert set(aware.ranges) == set(aware.layers)
+
+
+def test_one_step_alone_stays_in_float_and_the_reason_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"start=0\.8 is a share .* needs a fit of 2 optimizer steps"):
+        _fit([_aware(start=0.8, freeze_ranges=0.9)], max_epochs=1, limit_train_batches=1)
+
+
 def test_losses_are_those_of_a_plain_run_until_the_start_and_ranges_stand_still_after_the_freeze() -> None:
     class Watch(Callback):
         ranges: list[Any] = []

@@ -30,7 +30,7 @@ def test_forward_keeps_keywords_and_refuses_what_was_not_traced() -> None:
     x, mask = digits()[0][:32], torch.zeros(32, 10, dtype=torch.bool)
     mask[:, 3] = True
     int8, details = quantize_model(model, [{"x": x, "mask": mask}])
-    assert details.backend == "fx_static"
+    assert details.backend == "torch-ao-static"
     with torch.no_grad():
         torch.testing.assert_close(int8(x=x, mask=mask), int8(x, 1.0, mask), rtol=0, atol=0)
         assert float(int8(x, mask=mask)[:, 3].max()) < -1e8

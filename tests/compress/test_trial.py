@@ -209,7 +209,7 @@ def test_the_float_network_is_timed_with_the_fused_attention_that_its_user_has()
 
 
 def test_planned_engines() -> None:
-    assert [engine.name for engine in planned_engines(Plan(backend="dynamic"))] == ["torch-ao-dynamic"]
+    assert [engine.name for engine in planned_engines(Plan(backend="torch-ao-dynamic"))] == ["torch-ao-dynamic"]
     assert all(engine.scheme == "static-int8" for engine in planned_engines(Plan(scheme="static-int8")))
     fast = [engine.name for engine in planned_engines(Plan())]
     small = [engine.name for engine in planned_engines(Plan(objective="size"))]

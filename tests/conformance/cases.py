@@ -181,7 +181,7 @@ CALLBACKS = (
     ),
 )
 
-STRATEGIES = ("speedkit_ddp", "speedkit_ddp_static")
+STRATEGIES = ("speedkit_ddp", "speedkit_ddp_static", "speedkit_pipeline")
 
 PLUGINS = (Part(SpeedkitMixedPrecision, {"precision": "bf16-mixed"}), Part(Float8Precision, {"emulate": True}))
 

@@ -59,7 +59,7 @@ def results() -> DemoResults:
         quantization=QuantizationResult(
             kept=True,
             reason="within the limit",
-            backend="fx_static",
+            backend="torch-ao-static",
             layers_quantized=5,
             layers_total=5,
             bytes_float=1_024_000,

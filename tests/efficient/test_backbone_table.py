@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -116,6 +117,7 @@ def test_text_has_a_line_for_each_and_units() -> None:
     assert lines[3].split()[-1] == "boom"
 
 
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="builds a network of torchvision")
 def test_a_row_is_data_that_builds_the_network() -> None:
     one = Backbone(name="torchvision:mobilenet_v3_small", task_shape=(1, 16, 16), num_classes=4)
     assert one.build().eval()(torch.zeros(1, 1, 16, 16)).shape == (1, 4)
@@ -125,6 +127,7 @@ def test_a_row_is_data_that_builds_the_network() -> None:
     assert one.part.build().eval()(torch.zeros(1, 1, 16, 16)).shape == (1, 4)
 
 
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="builds a network of torchvision")
 def test_the_config_is_what_a_yaml_takes() -> None:
     from jsonargparse import ArgumentParser
 

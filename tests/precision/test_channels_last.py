@@ -142,6 +142,7 @@ def test_weights_that_are_laid_out_so_already_are_not_touched() -> None:
 
 
 def test_beside_compile_model() -> None:
+    torch._dynamo.reset()  # it compiles only so many times in one process, and then runs eagerly
     callback, compiled = ChannelsLast(), CompileModel(backend="eager", eager_steps=1)
     with pytest.warns(UserWarning, match=r"net\.3"):
         model, _ = _fit(callback, compiled, model=Module(Back))

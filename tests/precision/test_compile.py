@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_speedkit import AccumulationScheduler, ActivationCheckpointing, AverageWeights
 from lightning_speedkit.precision.compile import CompileModel, compile_modules, uncompile_modules
-from lightning_speedkit.precision.compiled_call import CompileLog
+from lightning_speedkit.precision.compile_log import CompileLog
 from tests.two_ranks import on_two_ranks
 
 _FEATURES, _ROWS = 6, 8
@@ -176,6 +176,30 @@ def test_a_backend_that_fails_leaves_an_eager_run_and_one_warning(
     assert callback.report is not None
     assert [path for path, _ in callback.report.failures] == ["net"]
     assert torch._dynamo.config.suppress_errors is False
+
+
+@pytest.mark.parametrize(
+    ("switch", "reason"),
+    [
+        (lambda: torch._dynamo.config.patch(accumulated_recompile_limit=0), "accumulated_recompile_limit allows"),
+        (lambda: torch.compiler.set_stance("force_eager"), "torch gave no graph of it to the backend"),
+    ],
+    ids=["limit", "switched off"],
+)
+def test_a_run_that_torch_leaves_eager_is_told_and_does_not_pay(switch: Callable[[], Any], reason: str) -> None:
+    callback = CompileModel(backend="eager", eager_steps=1)
+    with warnings.catch_warnings(record=True) as told, switch():
+        warnings.simplefilter("always")
+        model = _fit(callback)
+    _equal(model, _fit())
+    about = [str(warning.message) for warning in told if "could not be compiled" in str(warning.message)]
+    assert len(about) == 1
+    assert reason in about[0]
+    report = callback.report
+    assert report is not None
+    assert (report.graphs, report.paid, report.compiled) == (0, False, ())
+    assert reason in dict(report.failures)["net"]
+    assert "so it did not pay" in str(report)
 
 
 def test_changing_shapes_are_told_with_the_layer_and_the_sizes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_speedkit.precision import compile_times
@@ -68,3 +70,17 @@ def test_break_even(
     )
     assert (report.break_even_step, report.paid) == (even, paid)
     assert said in str(report)
+
+
+@pytest.mark.parametrize("eager", [{"failures": (("net", "a limit."),)}, {"never_called": ("net",)}])
+def test_a_run_in_which_nothing_is_compiled_never_pays(eager: dict[str, Any]) -> None:
+    report = CompileReport(paths=("net",), eager_seconds=0.3, compiled_seconds=0.1, steps=99, **eager)
+    assert (report.compiled, report.speedup, report.break_even_step, report.paid) == ((), None, None, False)
+    assert "net not compiled" in str(report)
+    assert str(report).endswith("Nothing runs compiled at the end, so it did not pay.")
+
+
+def test_a_run_in_which_a_part_is_compiled_is_measured() -> None:
+    failures = (("0", "no."),)
+    report = CompileReport(paths=("0", "1"), failures=failures, eager_seconds=0.3, compiled_seconds=0.1, steps=99)
+    assert (report.compiled, report.paid) == (("1",), True)

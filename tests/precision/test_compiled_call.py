@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_speedkit.precision.compiled_call import (
-    CompiledCall,
-    CompileLog,
-    call_module,
-    check_backend,
-    group_of,
-    guarded_backend,
-)
+from lightning_speedkit.precision.compile_graphs import call_module
+from lightning_speedkit.precision.compile_log import CompileLog
+from lightning_speedkit.precision.compiled_call import CompiledCall
 
 
 class Scale(nn.Module):
@@ -30,6 +25,7 @@ class Compiled:
 
     def __init__(self, log: CompileLog, compiles: Callable[[int], bool] = lambda call: call == 0) -> None:
         self.log, self.compiles, self.calls = log, compiles, 0
+        self.graphs, self.refusal = {True: 1, False: 1}, ""
         self.running: list[str] = []
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -40,7 +36,7 @@ class Compiled:
 
 
 def _placed(
-    compiled: Callable[[CompileLog], Callable[..., Any]] = Compiled, max_shapes: int | None = None, **log: Any
+    compiled: Callable[[CompileLog], Any] = Compiled, max_shapes: int | None = None, **log: Any
 ) -> tuple[Scale, Any, CompileLog]:
     module, told = Scale(), CompileLog(**log)
     function = compiled(told)
@@ -128,105 +124,10 @@ def test_an_error_of_the_module_itself_passes_through() -> None:
     assert (log.failures, log.running) == ({}, "")
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (["(2,)", "(3,)", "(4,)", "(5,)"], r"'net' was compiled again 4 times for inputs of shape \(2,\), then \(3,\)"),
-        (["(2,)"] * 4, r"of the same shape, \(2,\): a Python value of the module changes"),
-    ],
-    ids=["shapes change", "they do not"],
-)
-def test_the_fourth_time_is_told_and_no_other(shapes: list[str], message: str) -> None:
-    log = CompileLog()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for shape in shapes[:3]:
-            log.again("net", shape)
-    with pytest.warns(UserWarning, match=message):
-        log.again("net", shapes[3])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        log.again("net", "(6,)")
-    assert log.recompiles == {"net": [*shapes, "(6,)"]}
-
-
-def test_a_log_counts_only_between_listen_and_stop() -> None:
-    handler: Any = torch._dynamo.callback.callback_handler
-    log, found = CompileLog(), (list(handler.start_callbacks), list(handler.end_callbacks))
-    log.listen()
-    log.listen()
-    assert len(handler.start_callbacks) == len(found[0]) + 1
-    handler.run_start_callbacks(None)
-    assert (log.started, log.seconds) == (1, 0.0)
-    handler.run_end_callbacks(None)
-    assert log.seconds > 0
-    log.stop()
-    log.stop()
-    assert (list(handler.start_callbacks), list(handler.end_callbacks)) == found
-    log.listen()
-    handler.clear()  # as torch._dynamo.reset() does
-    log.stop()
-    assert log.started == 1
-
-
-@pytest.fixture
-def backend() -> Iterator[dict[str, Any]]:
-    """The backend ``"told"``, which notes its options, and raises ``error`` if there is one."""
-    told: dict[str, Any] = {"error": None}
-
-    def compiler(graph: Any, inputs: list[Tensor], **options: Any) -> Any:
-        told["options"] = options
-        if told["error"] is not None:
-            raise told["error"]
-        return lambda *args: "compiled"
-
-    torch._dynamo.register_backend(compiler, "told")
-    yield told
-    registry: Any = torch._dynamo.backends.registry
-    registry._BACKENDS.pop("told", None)
-    registry._COMPILER_FNS.pop("told", None)
-
-
-def test_a_graph_that_a_backend_cannot_compile_runs_as_it_is(backend: dict[str, Any]) -> None:
-    log, graph = CompileLog(running="net"), torch.fx.symbolic_trace(nn.ReLU())
-    compile_graph = guarded_backend(log, "told")
-    assert compile_graph(graph, [])() == "compiled"
-    assert (log.graphs, log.failures, backend["options"]) == (1, {}, {})
-    backend["error"] = OSError("no compiler")
-    with pytest.warns(UserWarning, match="'net' could not be compiled"):
-        run = compile_graph(graph, [])
-    assert run(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
-    assert (log.graphs, log.failures) == (2, {"net": "OSError: no compiler."})
-
-
-def test_what_tells_the_tracer_to_begin_anew_is_no_failure(backend: dict[str, Any]) -> None:
-    log, backend["error"] = CompileLog(), torch._dynamo.exc.SkipFrame()
-    with pytest.raises(torch._dynamo.exc.SkipFrame):
-        guarded_backend(log, "told")(torch.fx.symbolic_trace(nn.ReLU()), [])
-    assert log.failures == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("told", "default", None, None), ValueError, "backend='told' is not known to torch"),
-        (("eager", "quick", None, None), ValueError, "mode='quick' is none of default, reduce-overhead"),
-        (("eager", "reduce-overhead", None, None), ValueError, "Leave mode out"),
-        (("eager", "default", 1, None), TypeError, "dynamic is true, false or null, got 1"),
-        (("eager", "default", None, True), ValueError, "max_shapes=True must be a whole number from 1"),
-    ],
-)
-def test_bad_arguments(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        check_backend(*arguments)
-    check_backend("eager", "default", None, 1)
-
-
-def test_modules_of_one_build_are_one_group() -> None:
-    def build(width: int = 3, *, frozen: bool = False, last: type[nn.Module] = nn.ReLU) -> nn.Module:
-        model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), last())
-        return model.requires_grad_(not frozen)
-
-    assert group_of(build()) == group_of(build())
-    others = [build(4), build(frozen=True), build(last=nn.GELU), build().double(), nn.Linear(2, 3), nn.LazyLinear(3)]
-    assert len({group_of(module) for module in (build(), *others)}) == 7
+def test_a_call_that_torch_refuses_to_compile_is_a_failure_and_the_next_ones_are_eager() -> None:
+    module, compiled, log = _placed()
+    compiled.graphs, compiled.refusal = {True: 0, False: 1}, "a limit is reached"
+    with pytest.warns(UserWarning, match="'net' could not be compiled and runs eagerly .* a limit is reached"):
+        assert module(torch.ones(1), by=5.0).item() == 5.0
+    assert module(torch.ones(1), by=6.0).item() == 6.0
+    assert (compiled.calls, list(log.failures)) == (1, ["net"])

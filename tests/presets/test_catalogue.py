@@ -26,7 +26,7 @@ def test_the_catalogue_is_this() -> None:
         *("checkpoint-activations", "checkpoint-selective", "offload-activations", "largest-batch", "fastest-batch"),
         *("watch-memory", "release-cache"),
         *("quantize-int8", "quantize-aware", "prune", "prune-2-4", "prune-channels"),
-        *("ddp", "ddp-static", "loader-auto"),
+        *("ddp", "ddp-static", "pipeline", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 

@@ -58,7 +58,7 @@ _ON_ANY_MACHINE = {
         ("compile", "compile-blocks"),
         *itertools.combinations(("checkpoint-activations", "checkpoint-selective", "offload-activations"), 2),
         ("largest-batch", "fastest-batch"),
-        ("ddp", "ddp-static"),
+        *itertools.combinations(("ddp", "ddp-static", "pipeline"), 2),
         ("cpu", "single-gpu"),
         ("cpu", "multi-gpu"),
         ("single-gpu", "multi-gpu"),
@@ -344,8 +344,11 @@ def test_the_machine_is_read_for_the_accelerator(monkeypatch: pytest.MonkeyPatch
                 **dict.fromkeys(("adamw-cpu-offload", "offload-activations", "single-gpu", "multi-gpu"), 1),
             },
         ),
-        (H100, {"ddp": 1, "ddp-static": 1, "multi-gpu": 1}),
-        (T4, dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp8", "ddp", "ddp-static", "multi-gpu"), 1)),
+        (H100, {"ddp": 1, "ddp-static": 1, "pipeline": 1, "multi-gpu": 1}),
+        (
+            T4,
+            dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp8", "ddp", "ddp-static", "pipeline", "multi-gpu"), 1),
+        ),
         (TWO_H100, {}),
     ],
 )
