@@ -3,8 +3,8 @@
 What it does: one step of the model is counted on fake tensors, every plan that the cluster allows is costed (memory
 of the fullest device, bytes each rank sends, seconds of a step), and those that fit are ranked by seconds per batch.
 
-When it helps: before a cluster is booked, or a strategy is tried out for hours. What it costs: a second or so; no
-device is touched. It is an estimate: kernels, file systems and stragglers are not in it. Compare, do not promise.
+When it helps: before a cluster is booked, or a strategy is tried out for hours. What it costs: seconds; no device is
+touched. It is an estimate: kernels, file systems and stragglers are not in it. Compare, do not promise.
 
 Source: the formulas and their papers are in :mod:`lightning_speedkit.parallel.cost_model`.
 """
@@ -22,9 +22,20 @@ from torch import Tensor, nn
 
 from lightning_speedkit.errors import HardwareNeedError
 from lightning_speedkit.facts.cluster import Cluster, read_cluster
+from lightning_speedkit.parallel.suggest_candidates import (
+    PIPELINE_PRECISIONS,
+    SHARDED_PRECISIONS,
+    Assumptions,
+    possible_plans,
+)
 from lightning_speedkit.parallel.suggest_plan import Plan, bytes_text, seconds_text
-from lightning_speedkit.parallel.suggest_plans import Assumptions, possible_plans
-from lightning_speedkit.parallel.suggest_profile import PRECISIONS, ModelProfile, profile_model
+from lightning_speedkit.parallel.suggest_profile import (
+    PRECISIONS,
+    EstimatedMemory,
+    ModelProfile,
+    profile_model,
+    with_estimate,
+)
 
 __all__ = ["StrategyChoice", "suggest_strategy"]
 
@@ -39,7 +50,7 @@ class StrategyChoice:
     cluster: Cluster
     profile: ModelProfile
     plans: tuple[Plan, ...]
-    precision: str
+    assumptions: Assumptions
     usable_bytes: int
 
     @property
@@ -48,60 +59,70 @@ class StrategyChoice:
         return self.plans[0]
 
     @property
-    def strategy(self) -> str | dict[str, Any]:
-        """The Trainer's ``strategy`` for the best plan, or its ``class_path`` and ``init_args``."""
-        return self.best.strategy
-
-    @property
     def trainer_arguments(self) -> dict[str, Any]:
         """What a Trainer or Lightning's YAML needs for the best plan."""
         nodes = max(1, self.best.devices // self.cluster.devices_per_node)
-        devices = self.best.devices // nodes
-        return {"strategy": self.strategy, "devices": devices, "num_nodes": nodes, "precision": self.precision}
+        sizes = {"devices": self.best.devices // nodes, "num_nodes": nodes}
+        return {"strategy": self.best.strategy, **sizes, "precision": self.assumptions.precision}
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """The arithmetic of the best plan, why the simpler ones were passed over, and what was not considered."""
-        lines = [f"{self.best.name}: {line}" for line in self.best.reasons()]
         place = _SIMPLEST.index(self.best.kind)
-        for plan in self.plans[1:]:
-            if _SIMPLEST.index(plan.kind) < place:
-                lines.append(f"not {plan.name}: {self._against(plan)}")
-        if not self.profile.blocks:
-            lines.append("The model has no repeated blocks: tensor parallel and pipeline were not considered.")
-        elif not self.profile.split_limit:
-            lines.append("Tensor parallel was not considered: the blocks are not made of nn.Linear layers.")
-        if self.profile.blocks and self.profile.pipeline_container is None:
-            lines.append("Pipeline was not considered: the blocks are not in one nn.Sequential.")
-        if self.best.needs:
-            lines.append(f"To do: {self.best.needs}")
-        return tuple(lines)
-
-    def _against(self, plan: Plan) -> str:
-        if not self.fits(plan):
-            over = bytes_text(plan.memory_bytes - self.usable_bytes)
-            return f"it needs {bytes_text(plan.memory_bytes)} per device, {over} too much"
-        if float(f"{plan.seconds_per_batch:.3g}") == float(f"{self.best.seconds_per_batch:.3g}"):
-            return f"as fast, but each rank sends {bytes_text(plan.sent_bytes)}"
-        return f"{seconds_text(plan.seconds_per_batch)} per batch"
+        simpler = [plan for plan in self.plans[1:] if _SIMPLEST.index(plan.kind) < place]
+        against = [f"not {plan.name}: {self._against(plan)}" for plan in simpler]
+        return (*self.best.arithmetic(), *against, *self._not_considered(), *self._caveats())
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's fullest device has the memory."""
         return plan.memory_bytes <= self.usable_bytes
 
+    def _against(self, plan: Plan) -> str:
+        if not self.fits(plan):
+            over = bytes_text(plan.memory_bytes - self.usable_bytes)
+            return f"it needs {bytes_text(plan.memory_bytes)} per device, {over} too much"
+        return f"{seconds_text(plan.seconds_per_batch)} per batch"
+
+    def _not_considered(self) -> list[str]:
+        profile, precision = self.profile, self.assumptions.precision
+        if self.cluster.devices == 1:
+            return []
+        lines = []
+        if precision not in SHARDED_PRECISIONS:
+            lines.append(f"sharding and tensor parallel were not considered: not in {precision}")
+        elif not profile.split_limit:
+            why = "the blocks are not made of nn.Linear layers" if profile.blocks else "there are no repeated blocks"
+            lines.append(f"tensor parallel was not considered: {why}")
+        if precision not in PIPELINE_PRECISIONS or not profile.pipeline_path:
+            why = profile.no_pipeline if precision in PIPELINE_PRECISIONS else f"not in {precision}"
+            lines.append(f"pipeline was not considered: {why}")
+        return lines
+
+    def _caveats(self) -> list[str]:
+        used, states = self.assumptions.utilization, self.assumptions.optimizer_states
+        lines = [
+            f"assumed, not measured: {used:.0%} of the peak FLOP/s, links at their stated speed, gradients sent beside "
+            f"the backward, an optimizer that keeps {states:.3g} values per parameter"
+        ]
+        if self.best.replicas > 1:
+            lines.append(f"a step trains on {self.best.replicas} batches: choose the learning rate for that")
+        if self.best.kind == "tensor":
+            lines.append("counted as if every nn.Linear of the blocks were split: see which ones the strategy splits")
+        return lines
+
     def __str__(self) -> str:
-        head = ("plan", "devices", "memory per device", "sent per rank", "step", "per batch", "")
-        rows = [head]
+        rows = [("plan", "devices", "memory per device", "sent per rank", "step", "per batch", "")]
         for plan in self.plans:
             over = "" if self.fits(plan) else f"{bytes_text(plan.memory_bytes - self.usable_bytes)} too much"
             seconds = (seconds_text(plan.seconds_per_step), seconds_text(plan.seconds_per_batch))
             sizes = (str(plan.devices), bytes_text(plan.memory_bytes), bytes_text(plan.sent_bytes))
             rows.append((plan.name, *sizes, *seconds, over))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        what = f"{self.profile.name}, {self.profile.parameters / 1e6:,.1f} million parameters, {self.precision}"
+        size = f"{self.profile.parameters / 1e6:,.1f} million parameters"
         usable = f"{bytes_text(self.usable_bytes)} of them counted on"
-        return "\n".join((f"{what}, on {self.cluster.describe()}, {usable}", *table, *self.reasons))
+        head = f"{self.profile.name}, {size}, {self.assumptions.precision}, on {self.cluster.describe()}, {usable}"
+        return "\n".join((head, *table, *self.reasons))
 
 
 def suggest_strategy(
@@ -111,6 +132,7 @@ def suggest_strategy(
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
     precision: str = "32-true",
+    memory: EstimatedMemory | None = None,
     optimizer_states: float = 2,
     memory_margin: float = 0.1,
     utilization: float = 0.4,
@@ -123,6 +145,8 @@ def suggest_strategy(
         hardware: A :class:`~lightning_speedkit.facts.cluster.Cluster`, or the path of its JSON file.
         loss: For a plain module; see :func:`~lightning_speedkit.parallel.suggest_profile.profile_model`.
         precision: Lightning's name of the precision.
+        memory: What :func:`~lightning_speedkit.memory.estimate_memory` said of the same module, batch and precision.
+            Its optimizer state and its activations, short-lived tensors included, are taken instead of the counted.
         optimizer_states: Values the optimizer keeps per parameter: 2 for Adam, 1 for momentum, 0 for plain SGD.
         memory_margin: The part of each device's memory that is left to the allocator and to workspaces.
         utilization: The part of the peak FLOP/s that training reaches.
@@ -130,41 +154,41 @@ def suggest_strategy(
     Raises:
         FactsError: The JSON is not a description of a cluster.
         HardwareNeedError: No plan fits; the message says what is missing and the smallest cluster that would do.
-        ValueError: The module cannot run with the batch, or a number is not allowed.
+        ValueError: The module cannot run with the batch, ``memory`` is of something else, or a number is not allowed.
         TypeError: ``hardware`` is neither a cluster nor a path, or a number is no number.
 
     >>> from lightning_speedkit.facts.cluster import Link
     >>> two = Cluster(nodes=1, devices_per_node=2, device_memory_bytes=10**9, flops_per_second={"32": 1e12},
     ...               within_node=Link(bytes_per_second=1e10))
     >>> choice = suggest_strategy(nn.Linear(100, 100), __import__("torch").zeros(4096, 100), two)
-    >>> choice.best.name, choice.strategy
+    >>> choice.best.name, choice.trainer_arguments["strategy"]
     ('DDP 2', 'speedkit_ddp')
     """
+    _check_number("optimizer_states", optimizer_states, 0, 100)
+    _check_number("memory_margin", memory_margin, 0, 0.99)
+    _check_number("utilization", utilization, 0.001, 1)
     cluster = hardware if isinstance(hardware, Cluster) else _read(hardware)
-    for name, value, least, most in (
-        ("optimizer_states", optimizer_states, 0, 100),
-        ("memory_margin", memory_margin, 0, 0.99),
-        ("utilization", utilization, 0.001, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}={value!r} must be a number.")
-        if not least <= value <= most:
-            raise ValueError(f"{name}={value!r} must be from {least} to {most}.")
-    profile = profile_model(module, batch, loss=loss, precision=precision)
-    number_format = PRECISIONS[precision][2]
-    if number_format not in cluster.flops_per_second:
+    if precision in PRECISIONS and PRECISIONS[precision][2] not in cluster.flops_per_second:
         raise ValueError(
-            f"precision={precision!r} needs flops_per_second[{number_format!r}] of the cluster, which has "
+            f"precision={precision!r} needs flops_per_second[{PRECISIONS[precision][2]!r}] of the cluster, which has "
             f"{', '.join(map(repr, cluster.flops_per_second))}. Add it, or plan with another precision."
         )
+    profile = profile_model(module, batch, loss=loss, precision=precision)
+    if memory is not None:
+        profile, optimizer_states = with_estimate(profile, memory, precision)
     given = Assumptions(precision=precision, optimizer_states=optimizer_states, utilization=utilization)
     usable = math.floor(cluster.device_memory_bytes * (1 - memory_margin))
     plans = sorted(possible_plans(profile, cluster, given), key=lambda plan: _rank(plan, usable))
     if plans[0].memory_bytes > usable:
         raise HardwareNeedError(_fits_nowhere(profile, cluster, given, plans[0], usable))
-    return StrategyChoice(
-        cluster=cluster, profile=profile, plans=tuple(plans), precision=precision, usable_bytes=usable
-    )
+    return StrategyChoice(cluster=cluster, profile=profile, plans=tuple(plans), assumptions=given, usable_bytes=usable)
+
+
+def _check_number(name: str, value: object, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} must be a number.")
+    if not least <= float(value) <= most:
+        raise ValueError(f"{name}={value!r} must be from {least} to {most}.")
 
 
 def _read(hardware: str | os.PathLike[str]) -> Cluster:
@@ -190,21 +214,21 @@ def _fits_nowhere(profile: ModelProfile, cluster: Cluster, given: Assumptions, n
         larger, plan = found
         size = f"{larger.nodes} x {larger.devices_per_node} of these devices (nodes x devices per node)"
         return f"{told} The smallest cluster that would do: {size}, with {plan.name}. A smaller batch needs less too."
-    floor = round(nearest.memory.gathered_bytes + nearest.memory.activation_bytes)
+    floor = round(nearest.memory.total_bytes - nearest.memory.state_bytes)
     return (
-        f"{told} Up to {_MOST_NODES} nodes of such devices do not help: {floor} bytes of it are activations and "
-        f"gathered parameters. Use a smaller batch, activation checkpointing, or devices with at least "
-        f"{bytes_text(cluster.device_memory_bytes + missing * cluster.device_memory_bytes / usable)} each."
+        f"{told} Up to {_MOST_NODES} nodes of such devices do not help: {bytes_text(floor)} of it are activations, "
+        "the batch and gathered parameters. Use a smaller batch, activation checkpointing, or devices with at least "
+        f"{bytes_text(cluster.device_memory_bytes * nearest.memory_bytes / usable)} each."
     )
 
 
 def _smallest_cluster(
     profile: ModelProfile, cluster: Cluster, given: Assumptions, usable: int
 ) -> tuple[Cluster, Plan] | None:
-    """The fewest devices of the same kind: more in the one node if there is one and it may grow, else more nodes."""
+    """The fewest nodes of this kind on which a plan fits; where nodes have no link yet, that within a node."""
     link = cluster.between_nodes or cluster.within_node
     for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
-        if link is None:  # one device and no link: a node of several is as fast as one likes to think
+        if link is None:
             return None
         larger = replace(cluster, nodes=nodes, between_nodes=link)
         fitting = [plan for plan in possible_plans(profile, larger, given) if plan.memory_bytes <= usable]

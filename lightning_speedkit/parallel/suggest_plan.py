@@ -2,73 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_speedkit.facts.cluster import Cluster
-from lightning_speedkit.parallel.cost_model import ring_seconds
+from lightning_speedkit.parallel.cost_model import (
+    compute_seconds,
+    model_state_bytes,
+    pipeline_bubble,
+    ring_seconds,
+    step_seconds,
+)
 
-__all__ = ["Memory", "Plan", "Traffic", "bytes_text", "seconds_text", "traffic_of"]
+__all__ = ["Memory", "Plan", "Traffic", "bytes_text", "priced_plan", "seconds_text", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank sends in one step to its group; ``rings`` groups share the link between nodes."""
+    """What one rank sends in one step to its group of ``ranks``; ``sum`` is the arithmetic of the seconds.
+
+    ``hidden`` traffic goes on while the device computes.
+    """
 
     what: str
     ranks: int
     sent_bytes: float
     seconds: float
+    sum: str
     between_nodes: bool
-    rings: int
     hidden: bool
 
     def describe(self) -> str:
         """One line of arithmetic."""
         where = "between nodes" if self.between_nodes else "inside a node"
-        shared = f", {self.rings} such groups sharing the link" if self.rings > 1 else ""
         beside = "beside the computing" if self.hidden else "while nothing is computed"
-        sent = f"{bytes_text(self.sent_bytes)} from each rank"
-        return f"{self.what}, n={self.ranks}: {sent} {where}{shared}, {seconds_text(self.seconds)} {beside}"
+        sent = f"{bytes_text(self.sent_bytes)} from each rank {where}"
+        return f"{self.what}, n={self.ranks}: {sent}, {self.sum} = {seconds_text(self.seconds)} {beside}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device: parameters, gradients and optimizer state; what sharding gathers; activations."""
+    """Bytes on the fullest device, all at once: the most that a step can hold beside the workspaces of kernels.
 
-    state_bytes: float
-    gathered_bytes: float
+    Parameters, gradients (as large as ``trainable_bytes``) and optimizer state are spread over ``shards`` ranks.
+    ``gathered_bytes`` is what sharding holds whole meanwhile, ``weight_copy_bytes`` are autocast's 16-bit weights.
+    """
+
+    parameter_bytes: float
+    trainable_bytes: float
+    optimizer_states: float
     activation_bytes: float
+    batch_bytes: float
+    buffer_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    weight_copy_bytes: float = 0.0
+    shards: int = 1
+
+    @property
+    def state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state on one device."""
+        states, shards = self.optimizer_states, self.shards
+        return model_state_bytes(self.parameter_bytes, self.trainable_bytes, optimizer_states=states, shards=shards)
 
     @property
     def total_bytes(self) -> int:
         """The sum."""
-        return round(self.state_bytes + self.gathered_bytes + self.activation_bytes)
+        meanwhile = self.gathered_bytes + self.weight_copy_bytes + self.activation_bytes
+        return round(self.state_bytes + meanwhile + self.batch_bytes + self.buffer_bytes)
+
+    def describe(self) -> str:
+        """One line of arithmetic; what is nothing is left out."""
+        optimizer = self.optimizer_states * self.trainable_bytes
+        state = (
+            (self.parameter_bytes, "parameters"),
+            (self.trainable_bytes, "gradients"),
+            (optimizer, "optimizer state"),
+        )
+        shared = " + ".join(f"{bytes_text(size)} {name}" for size, name in state if size)
+        rest = (
+            (self.gathered_bytes, "gathered meanwhile"),
+            (self.weight_copy_bytes, "16-bit copies of weights"),
+            (self.activation_bytes, "activations"),
+            (self.batch_bytes, "batch"),
+            (self.buffer_bytes, "buffers"),
+        )
+        parts = [f"({shared}) / {self.shards}" if self.shards > 1 else shared]
+        parts += [f"{bytes_text(size)} {name}" for size, name in rest if size]
+        return f"memory: {' + '.join(parts)} = {bytes_text(self.total_bytes)} per device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One way to train. ``replicas`` batches are computed per step; ``shards`` ranks share the state of one model.
+    """One way to train on ``devices`` devices. A step trains on ``replicas`` batches.
 
-    ``kind`` is ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp"``, ``"tensor"`` or ``"pipeline"``.
+    ``kind`` is ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp"``, ``"tensor"`` or ``"pipeline"``; ``strategy`` the
+    Trainer's: a name, or ``class_path`` and ``init_args`` as in Lightning's YAML. ``compute_sum`` and ``step_sum`` are
+    the arithmetic of the seconds.
     """
 
     kind: str
+    name: str
+    strategy: str | dict[str, Any] = field(hash=False)
+    devices: int
+    replicas: int
     memory: Memory
     traffic: tuple[Traffic, ...]
-    compute_seconds: float
-    bubble: float
-    seconds_per_step: float
-    replicas: int = 1
-    shards: int = 1
-    tensor: int = 1
     stages: int = 1
     micro_batches: int = 1
-
-    @property
-    def devices(self) -> int:
-        """How many devices it uses."""
-        return self.replicas * self.tensor * self.stages
+    bubble: float = 0.0
+    compute_seconds: float = 0.0
+    seconds_per_step: float = 0.0
+    compute_sum: str = ""
+    step_sum: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -85,96 +130,64 @@ class Plan:
         """What plans are compared by: a step of several replicas trains on as many batches."""
         return self.seconds_per_step / self.replicas
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        many = self.replicas > 1
-        return {
-            "single": "single device",
-            "ddp": f"DDP {self.replicas}",
-            "fsdp": f"FSDP2 {self.shards}",
-            "hsdp": f"HSDP {self.shards} x {self.replicas // self.shards}",
-            "tensor": f"tensor parallel {self.tensor}" + (f" x FSDP2 {self.replicas}" if many else ""),
-            "pipeline": f"pipeline {self.stages}" + (f" x DDP {self.replicas}" if many else ""),
-        }[self.kind]
+    def arithmetic(self) -> tuple[str, ...]:
+        """What the numbers come from, a line each."""
+        step = f"step: {self.step_sum} = {seconds_text(self.seconds_per_step)}"
+        if self.replicas > 1:
+            step += f", for {self.replicas} batches: {seconds_text(self.seconds_per_batch)} per batch"
+        lines = (self.memory.describe(), f"computing: {self.compute_sum}", *(t.describe() for t in self.traffic), step)
+        return tuple(f"{self.name}: {line}" for line in lines)
 
-    @property
-    def strategy(self) -> str | dict[str, Any]:
-        """The Trainer's ``strategy``: a name, or ``class_path`` and ``init_args`` as in Lightning's YAML."""
-        if self.kind in ("single", "ddp"):
-            return "auto" if self.kind == "single" else "speedkit_ddp"
-        if self.kind == "hsdp":
-            mesh = [self.replicas // self.shards, self.shards]
-            arguments = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
-            return {"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": arguments}
-        if self.kind == "pipeline":
-            arguments = {"stages": self.stages, "micro_batches": self.micro_batches}
-            return {"class_path": "lightning_speedkit.PipelineStrategy", "init_args": arguments}
-        arguments = {"data_parallel_size": self.replicas, "tensor_parallel_size": self.tensor}
-        return {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": arguments}
 
-    @property
-    def needs(self) -> str:
-        """What has to be done to the module, beside giving the strategy to the Trainer; empty if nothing."""
-        return {
-            "single": "",
-            "ddp": "",
-            "fsdp": "configure_model calls fully_shard on each block and then on the whole model.",
-            "hsdp": "configure_model wraps each block, or auto_wrap_policy={class of a block} is added. CUDA only.",
-            "tensor": "configure_model applies parallelize_module to the linear layers of each block over the mesh "
-            '"tensor_parallel", the first of a pair by columns and the second by rows'
-            + (', then fully_shard over the mesh "data_parallel".' if self.replicas > 1 else "."),
-            "pipeline": "The blocks are split by rank; every rank of one pipeline loads the same batches.",
-        }[self.kind]
+def priced_plan(plan: Plan, flops: float, *, flops_per_second: float, utilization: float, hideable: float) -> Plan:
+    """The plan with its seconds: of the ``flops`` of the busiest device, the bubble, and traffic that does not hide.
 
-    def reasons(self) -> tuple[str, ...]:
-        """The arithmetic, a line each."""
-        memory = self.memory
-        parts = f"{bytes_text(memory.state_bytes)} parameters, gradients and optimizer state"
-        if memory.gathered_bytes:
-            parts += f" + {bytes_text(memory.gathered_bytes)} gathered at once"
-        parts += f" + {bytes_text(memory.activation_bytes)} activations and batch"
-        lines = [f"memory: {parts} = {bytes_text(memory.total_bytes)} per device"]
-        lines += [entry.describe() for entry in self.traffic]
-        step = f"step: {seconds_text(self.compute_seconds)} computing"
-        if self.bubble:
-            step += f", {self.bubble:.0%} bubble ((p-1)/(m+p-1), p={self.stages}, m={self.micro_batches})"
-        step += f" -> {seconds_text(self.seconds_per_step)} with what traffic adds, for {self.replicas} batches"
-        return (*lines, f"{step}: {seconds_text(self.seconds_per_batch)} per batch")
+    ``hideable`` is the part of the computing that hides traffic.
+    """
+    compute = compute_seconds(flops, 1, flops_per_second=flops_per_second, utilization=utilization)
+    exposed = sum(entry.seconds for entry in plan.traffic if not entry.hidden)
+    hidden = sum(entry.seconds for entry in plan.traffic if entry.hidden)
+    bubble = pipeline_bubble(plan.stages, plan.micro_batches)
+    told = f"{seconds_text(compute)} computing"
+    if bubble:
+        told += f" / (1 - {bubble:.3g} idle), (p-1)/(m+p-1) with p={plan.stages} and m={plan.micro_batches},"
+    if exposed:
+        told += f" + {seconds_text(exposed)} of traffic by itself"
+    if hidden:
+        told += f" + max(0, {seconds_text(hidden)} of traffic - {hideable:.2g} x {seconds_text(compute)} beside it)"
+    return replace(
+        plan,
+        compute_sum=f"{flops:.3g} FLOP / ({utilization:g} x {flops_per_second:.3g} FLOP/s) = {seconds_text(compute)}",
+        compute_seconds=compute,
+        bubble=bubble,
+        step_sum=told,
+        seconds_per_step=step_seconds(compute, exposed, hidden, hideable=hideable, bubble=bubble),
+    )
 
 
 def traffic_of(
     what: str, cluster: Cluster, ranks: int, stride: int, sent_bytes: float, hops: float, *, hidden: bool
 ) -> Traffic:
-    """The traffic of a group of ``ranks`` that are ``stride`` apart, on the slowest link that it crosses."""
+    """The traffic of a group of ``ranks`` that are ``stride`` apart, on the slowest link that it crosses.
+
+    Groups side by side share the link between nodes: as many as there are devices in a node, or ``stride``.
+    """
     inside = cluster.devices_per_node
     between = ranks > 1 and ranks * stride > inside
-    rings = min(stride, inside) if between else 1
-    links = [(cluster.between_nodes, rings)] if between else []
+    links = [(cluster.between_nodes, min(stride, inside))] if between else []
     if ranks > 1 and stride < inside:
         links.append((cluster.within_node, 1))
-    seconds = max(
-        (
-            ring_seconds(
-                sent_bytes,
-                hops,
-                bytes_per_second=link.bytes_per_second,
-                latency_seconds=link.latency_seconds,
-                rings=sharing,
-            )
-            for link, sharing in links
-            if link is not None
-        ),
-        default=0.0,
-    )
+    seconds, told = 0.0, "nothing"
+    for link, rings in links:
+        assert link is not None
+        speed, latency = link.bytes_per_second, link.latency_seconds
+        taken = ring_seconds(sent_bytes, hops, bytes_per_second=speed, latency_seconds=latency, rings=rings)
+        if taken > seconds:
+            shared = f"{rings} groups x " if rings > 1 else ""
+            waits = f" + {hops:.0f} messages x {seconds_text(latency)}" if latency else ""
+            seconds, told = taken, f"{shared}{bytes_text(sent_bytes)} / {bytes_text(speed)}/s{waits}"
     return Traffic(
-        what=what,
-        ranks=ranks,
-        sent_bytes=sent_bytes,
-        seconds=seconds,
-        between_nodes=between,
-        rings=rings,
-        hidden=hidden,
+        what=what, ranks=ranks, sent_bytes=sent_bytes, seconds=seconds, sum=told, between_nodes=between, hidden=hidden
     )
 
 

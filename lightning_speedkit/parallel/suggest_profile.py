@@ -1,7 +1,8 @@
-"""What one step of a model takes: bytes of parameters and of saved activations, per block, and operations.
+"""What one step of a model takes: bytes of parameters and of kept activations, per block, and operations.
 
-One forward and backward is run on fake tensors, which have shapes and no memory, so that a model on the meta device of
-any size can be looked at on a laptop. A step that depends on values is run for real on a copy, on the CPU.
+One forward and backward is run on fake tensors, which have shapes and no memory, so that a model on the meta device,
+of any size, can be looked at on a laptop. What is kept for the backward is told by autograd. The short-lived tensors
+of a step are not in it; :func:`lightning_speedkit.memory.estimate_memory` knows them.
 """
 
 from __future__ import annotations
@@ -9,28 +10,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_speedkit.measure.flops import count_flops
 from lightning_speedkit.measure.own_random_numbers import own_random_numbers
-from lightning_speedkit.parallel.suggest_step import loss_of
+from lightning_speedkit.parallel.suggest_blocks import (
+    BlockProfile,
+    KeptByBlock,
+    bytes_of,
+    find_blocks,
+    profile_block,
+    split_limit,
+    why_no_pipeline,
+)
 
-__all__ = ["PRECISIONS", "BlockProfile", "ModelProfile", "profile_model"]
+__all__ = ["PRECISIONS", "EstimatedMemory", "ModelProfile", "profile_model", "with_estimate"]
 
 # Lightning's name -> type of the weights, type of autocast, the format whose speed counts
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, str]] = {
@@ -43,26 +47,31 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockProfile:
-    """One of the repeated blocks of a model. ``linear_bytes`` are parameters of ``nn.Linear``, which can be split."""
+class EstimatedMemory(Protocol):
+    """What is used of the answer of :func:`lightning_speedkit.memory.estimate_memory`."""
 
-    path: str
-    parameter_bytes: int
-    trainable_bytes: int
-    linear_bytes: int
-    activation_bytes: int
-    output_bytes: int
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def gradients(self) -> int: ...
+    @property
+    def optimizer_state(self) -> int: ...
+    @property
+    def activations(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """What one step of one replica of a model takes.
 
-    ``activation_bytes`` is what autograd keeps for the backward, of the whole model; a block's own is among it.
-    ``flops`` are those of forward and backward. ``split_limit`` is the number that tensor parallel ranks must divide,
-    and 0 where the blocks are not such that they can be split. ``pipeline_container`` is the path of the
-    ``nn.Sequential`` that holds the blocks, and ``None`` where none does.
+    ``activation_bytes`` is what autograd keeps for the backward, of the whole model, without ``weight_copy_bytes``,
+    autocast's 16-bit copies of weights. ``flops`` are those of forward and backward. Tensor parallel ranks must divide
+    ``split_limit``, which is 0 where the blocks cannot be split. ``pipeline_path`` is the ``nn.Sequential`` with the
+    blocks, and empty, with the reason in ``no_pipeline``, where no pipeline can train the model.
     """
 
     name: str
@@ -70,19 +79,21 @@ class ModelProfile:
     parameter_bytes: int
     trainable_bytes: int
     buffer_bytes: int
-    activation_bytes: int
+    activation_bytes: float
+    weight_copy_bytes: int
     batch_bytes: int
     batch_size: int
     flops: int
     blocks: tuple[BlockProfile, ...] = ()
     split_limit: int = 0
-    pipeline_container: str | None = None
+    pipeline_path: str = ""
+    no_pipeline: str = ""
 
 
 def profile_model(
     module: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None, precision: str = "32-true"
 ) -> ModelProfile:
-    """Count one forward and backward of a module, without computing it where that is possible.
+    """Count one forward and backward of a module, without computing it.
 
     Args:
         module: A LightningModule, whose ``training_step`` is run, or a plain module. It is not changed.
@@ -91,156 +102,130 @@ def profile_model(
         precision: Lightning's name of the precision.
 
     Raises:
-        ValueError: The module cannot run with the batch, or ``precision`` is unknown.
+        ValueError: The module cannot run with the batch, or needs values to run, or ``precision`` is unknown.
+        TypeError: ``module`` is no module.
 
     >>> profile = profile_model(nn.Linear(8, 4), torch.zeros(16, 8))
-    >>> profile.parameters, profile.parameter_bytes, profile.batch_size
-    (36, 144, 16)
+    >>> profile.parameters, profile.parameter_bytes, profile.batch_size, profile.flops
+    (36, 144, 16, 2048)
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}.")
+        raise TypeError(f"module must be an nn.Module, got {getattr(module, '__name__', type(module).__name__)}.")
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}.")
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(f"{type(module).__name__} has lazy parameters without a shape; run it once before planning.")
     try:
-        return _profile(module, batch, loss, precision, fake=True)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise ValueError(
-                f"The step of {type(module).__name__} depends on values ({error}), and its parameters are on the meta "
-                "device, where there are none. Build a smaller one on the CPU to plan with."
-            ) from error
+        with own_random_numbers(), warnings.catch_warnings(), _without_tracebacks():
+            warnings.simplefilter("ignore")  # self.log() tells that there is no Trainer
+            return _profile(module, batch, loss, precision)
     except Exception as error:
-        raise _cannot_run(module, batch, error) from error
-    try:
-        return _profile(module, batch, loss, precision, fake=False)
-    except Exception as error:
-        raise _cannot_run(module, batch, error) from error
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise ValueError(
+            f"{type(module).__name__} cannot run without data on a batch with tensors of shape {shapes}: "
+            f"{type(error).__name__}: {reason} Give the batch that one training step gets. A plain module with a "
+            "target needs loss=... too. A step that looks at values, as .item() does, cannot be counted: give the "
+            "network itself and a loss."
+        ) from error
 
 
-def _cannot_run(module: nn.Module, batch: Any, error: Exception) -> ValueError:
-    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    reason = (str(error).strip() or "no message").splitlines()[0]
-    return ValueError(
-        f"{type(module).__name__} cannot run with the batch (tensors of shape {shapes}): {type(error).__name__}: "
-        f"{reason} Give the batch that one training step gets, and for a plain module with a target loss=... too."
-    )
+def with_estimate(profile: ModelProfile, memory: EstimatedMemory, precision: str) -> tuple[ModelProfile, float]:
+    """The profile with the estimate's activations, and the values that the optimizer keeps per parameter."""
+    if memory.precision != precision or memory.parameters != profile.parameter_bytes:
+        raise ValueError(
+            f"memory is an estimate in {memory.precision} with {memory.parameters} bytes of parameters; the module in "
+            f"{precision} has {profile.parameter_bytes}. Estimate the same module in the same precision."
+        )
+    counted = profile.activation_bytes + profile.weight_copy_bytes
+    held: float = memory.activations
+    if memory.phase == "optimizer step":  # the backward's peak is below; its gradients were not all there
+        held = max(held, min(counted, memory.activations + memory.gradients))
+    activations = max(0.0, held - profile.weight_copy_bytes)
+    factor = activations / profile.activation_bytes if profile.activation_bytes else 0.0
+    blocks = tuple(replace(block, activation_bytes=block.activation_bytes * factor) for block in profile.blocks)
+    states = memory.optimizer_state / profile.trainable_bytes if profile.trainable_bytes else 0.0
+    return replace(profile, activation_bytes=activations, blocks=blocks), states
 
 
-def _profile(
-    module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, precision: str, *, fake: bool
-) -> ModelProfile:
+def _profile(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, precision: str) -> ModelProfile:
     weights, autocast, _ = PRECISIONS[precision]
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    with own_random_numbers(), warnings.catch_warnings(), _quiet(), mode, _default_type(weights):
-        warnings.simplefilter("ignore")  # self.log() tells that there is no Trainer
-        model = _copied(module, weights, fake)
-        inputs = tree_map(lambda leaf: _tensor(leaf, weights, fake) if isinstance(leaf, Tensor) else leaf, batch)
-        paths, container = _find_blocks(model)
-        tape = _Tape(model, paths)
+    with FakeTensorMode(allow_non_fake_inputs=True), _default_type(weights):
+        model = _copied(module, weights)
+        inputs = tree_map(lambda leaf: _fake(leaf, weights) if isinstance(leaf, Tensor) else leaf, batch)
+        paths, container = find_blocks(model)
+        tape = KeptByBlock(model, paths)
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-                value = loss_of(model, inputs, loss)
+                value = _loss_of(model, inputs, loss)
             value.backward()  # type: ignore[no-untyped-call]
 
         with tape.recording():
             step()
         flops = count_flops(step)
-        blocks = tuple(_block(path, model.get_submodule(path), tape) for path in paths)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        reason = why_no_pipeline(model, container)
         return ModelProfile(
             name=type(module).__name__,
             parameters=sum(p.numel() for p in model.parameters()),
-            parameter_bytes=_bytes(model.parameters()),
-            trainable_bytes=_bytes(p for p in model.parameters() if p.requires_grad),
-            buffer_bytes=_bytes(model.buffers()),
+            parameter_bytes=bytes_of(model.parameters()),
+            trainable_bytes=bytes_of(p for p in model.parameters() if p.requires_grad),
+            buffer_bytes=bytes_of(model.buffers()),
             activation_bytes=sum(tape.saved.values()),
-            batch_bytes=_bytes(iter(tensors)),
+            weight_copy_bytes=tape.weight_copies,
+            batch_bytes=bytes_of(tensors),
             batch_size=next((len(leaf) for leaf in tensors if leaf.ndim), 1),
             flops=flops,
-            blocks=blocks,
-            split_limit=_split_limit(model, paths),
-            pipeline_container=container,
+            blocks=tuple(profile_block(path, model.get_submodule(path), tape) for path in paths),
+            split_limit=split_limit(model, paths),
+            pipeline_path="" if reason or container is None else container,
+            no_pipeline=reason,
         )
 
 
-class _Tape:
-    """What autograd saves while it records, by the block that ran; parameters and buffers are not counted."""
-
-    def __init__(self, model: nn.Module, paths: tuple[str, ...]) -> None:
-        self.saved: Counter[str] = Counter()
-        self.outputs: Counter[str] = Counter()
-        self._blocks = {path: model.get_submodule(path) for path in paths}
-        self._seen = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._kept: list[Tensor] = []  # so that no storage is freed and its number given again
-        self._current = ""
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        hooks = [
-            hook
-            for path, block in self._blocks.items()
-            for hook in (
-                block.register_forward_pre_hook(lambda module, inputs, path=path: self._enter(path)),
-                block.register_forward_hook(lambda module, inputs, output, path=path: self._leave(path, output)),
-            )
-        ]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._kept.clear()
-
-    def _enter(self, path: str) -> None:
-        self._current = path
-
-    def _leave(self, path: str, output: Any) -> None:
-        self._current = ""
-        self.outputs[path] = sum(t.numel() * t.element_size() for t in tree_leaves(output) if isinstance(t, Tensor))
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self._kept.append(tensor.detach())
-            self.saved[self._current] += tensor.untyped_storage().nbytes()
-        return tensor
+def _loss_of(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    step: Callable[..., Any] | None = getattr(module, "training_step", None)
+    value: Any
+    if step is not None:
+        if loss is not None:
+            raise ValueError("loss belongs to a plain module; a LightningModule has its own in training_step.")
+        if not getattr(module, "automatic_optimization", True):
+            raise ValueError("the module optimizes manually, so that its steps cannot be told apart.")
+        output = step(batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else step(batch)
+        value = output.get("loss") if isinstance(output, Mapping) else output
+    elif loss is not None:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(f"with loss, batch is a pair of inputs and target, got {type(batch).__name__}.")
+        value = loss(_called(module, batch[0]), batch[1])
+    else:
+        leaves = [leaf for leaf in tree_leaves(_called(module, batch)) if isinstance(leaf, Tensor)]
+        value = sum(leaf.float().mean() for leaf in leaves if leaf.requires_grad)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the loss is {got}; a scalar that needs a gradient is wanted.")
+    return value
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _called(module: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
 
 
-def _copied(module: nn.Module, weights: torch.dtype | None, fake: bool) -> nn.Module:
+def _copied(module: nn.Module, weights: torch.dtype | None) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        like = _tensor(tensor.detach(), weights, fake)
+        like = _fake(tensor, weights)
         memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-    trainer = _trainer(module)
-    if trainer is not None:
-        memo[id(trainer)] = object()
-    model = copy.deepcopy(module, memo)
-    if trainer is not None:
-        setattr(model, "trainer", None)  # noqa: B010
-    return model.train()
+    with contextlib.suppress(AttributeError, RuntimeError):  # Lightning's, where no trainer is attached
+        memo[id(module.trainer)] = None
+    return copy.deepcopy(module, memo).train()
 
 
-def _trainer(module: nn.Module) -> Any:
-    try:
-        return getattr(module, "trainer", None)
-    except RuntimeError:  # Lightning, where none is attached
-        return None
-
-
-def _tensor(tensor: Tensor, weights: torch.dtype | None, fake: bool) -> Tensor:
+def _fake(tensor: Tensor, weights: torch.dtype | None) -> Tensor:
     kind = weights if weights is not None and tensor.is_floating_point() else tensor.dtype
-    if not fake:
-        return tensor.detach().to("cpu", kind, copy=True)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
 
@@ -255,58 +240,11 @@ def _default_type(weights: torch.dtype | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _without_tracebacks() -> Iterator[None]:
     """torch logs the traceback of a wrong shape, which is told by our own error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def none(record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(none)
+    logger, nothing = logging.getLogger("torch._subclasses.fake_tensor"), logging.Filter("nothing")
+    logger.addFilter(nothing)
     try:
         yield
     finally:
-        logger.removeFilter(none)
-
-
-def _find_blocks(model: nn.Module) -> tuple[tuple[str, ...], str | None]:
-    """Paths of the repeated blocks of the container with most parameters, and its path if it is a Sequential."""
-    best: tuple[int, tuple[str, ...], str | None] = (0, (), None)
-    for prefix, parent in model.named_modules():
-        if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
-            continue
-        children = list(parent.named_children())
-        count = Counter(type(child) for _, child in children if next(child.children(), None) is not None)
-        repeated = [name for name, child in children if count[type(child)] >= 2]
-        size = sum(p.numel() for name in repeated for p in parent.get_submodule(name).parameters())
-        if size > best[0]:
-            paths = tuple(f"{prefix}.{name}" if prefix else name for name in repeated)
-            best = (size, paths, prefix if isinstance(parent, nn.Sequential) and prefix else None)
-    return best[1], best[2]
-
-
-def _split_limit(model: nn.Module, paths: tuple[str, ...]) -> int:
-    limit = 0
-    for path in paths:
-        modules = list(model.get_submodule(path).modules())
-        linear = [module for module in modules if isinstance(module, nn.Linear)]
-        if len(linear) < 2 or any(isinstance(module, nn.MultiheadAttention) for module in modules):
-            return 0
-        limit = math.gcd(limit, *(size for module in linear for size in (module.in_features, module.out_features)))
-    return limit
-
-
-def _block(path: str, block: nn.Module, tape: _Tape) -> BlockProfile:
-    linear = {p: None for module in block.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
-    return BlockProfile(
-        path=path,
-        parameter_bytes=_bytes(block.parameters()),
-        trainable_bytes=_bytes(p for p in block.parameters() if p.requires_grad),
-        linear_bytes=_bytes(iter(linear)),
-        activation_bytes=tape.saved[path],
-        output_bytes=tape.outputs[path],
-    )
-
-
-def _bytes(tensors: Iterator[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        logger.removeFilter(nothing)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_speedkit.parallel import cost_model
 from lightning_speedkit.parallel.cost_model import (
@@ -27,6 +34,7 @@ from lightning_speedkit.parallel.cost_model import (
     tensor_parallel_bytes,
     zero_bytes,
 )
+from tests.two_ranks import on_ranks
 
 RANKS = st.integers(1, 4096)
 BYTES = st.floats(0, 1e15)
@@ -138,3 +146,64 @@ def test_counts_are_whole() -> None:
 def test_every_formula_is_public() -> None:
     public = {name for name, value in vars(cost_model).items() if callable(value) and not name.startswith("_")}
     assert set(cost_model.__all__) == public
+
+
+def _written_bytes() -> int:
+    """What this process wrote so far, to sockets too: Linux counts it."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["wchar"])
+
+
+def _sent_in_a_step(way: str) -> tuple[int, int, int]:
+    """Bytes that a rank wrote in the second step, those of the parameters, and those of the activations."""
+    dist.init_process_group("gloo")
+    net = nn.Sequential(*(nn.Linear(240, 240, bias=False) for _ in range(4)))
+    size, x = sum(4 * p.numel() for p in net.parameters()), torch.randn(360, 240, requires_grad=True)
+    model: Any = net
+    if way == "ddp":
+        model = nn.parallel.DistributedDataParallel(net)
+    elif way == "tensor parallel":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        styles = {f"{i}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i in range(4)}
+        parallelize_module(net, mesh, styles)
+    else:
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    sent = 0
+    for _ in range(2):
+        dist.barrier()
+        before = _written_bytes()
+        model(x).sum().backward()
+        dist.barrier()
+        sent = _written_bytes() - before
+    dist.destroy_process_group()
+    return sent, size, 4 * x.numel()
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what a process writes")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_on_the_wire_of_data_parallel_and_sharding_and_tensor_parallel(ranks: int) -> None:
+    for way in ("ddp", "fsdp", "tensor parallel"):
+        for sent, size, activations in on_ranks(ranks, _sent_in_a_step, way, timeout=60):
+            expected = {
+                "ddp": ddp_bytes(ranks, size),
+                # gloo scatters a sum by an all-reduce, so that it sends (n-1)/n more than the formula
+                "fsdp": fsdp_bytes(ranks, size, size) + all_gather_bytes(ranks, size),
+                # 2 pairs of layers, as in a transformer block: 4 all-reduces
+                "tensor parallel": tensor_parallel_bytes(ranks, 1, activations),
+            }[way]
+            assert expected <= sent <= 1.02 * expected + 4000, way
+
+
+@pytest.mark.parametrize(("name", "states"), [("SGD", 0), ("momentum", 1), ("Adam", 2), ("AdamW", 2), ("Adagrad", 1)])
+def test_state_bytes_of_a_real_optimizer(name: str, states: int) -> None:
+    layer = nn.Linear(300, 200, bias=False)
+    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
+    optimizer = getattr(torch.optim, "SGD" if name == "momentum" else name)(layer.parameters(), lr=0.1, **options)
+    layer(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    assert layer.weight.grad is not None
+    held = [layer.weight, layer.weight.grad, *(v for v in optimizer.state[layer.weight].values() if v is not None)]
+    real = sum(t.nbytes for t in held if isinstance(t, Tensor) and t.numel() > 1)
+    assert model_state_bytes(4 * 60_000, 4 * 60_000, optimizer_states=states) == real == (2 + states) * 4 * 60_000
