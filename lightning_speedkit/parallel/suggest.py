@@ -39,7 +39,7 @@ from lightning_speedkit.parallel.suggest_profile import (
 
 __all__ = ["StrategyChoice", "suggest_strategy"]
 
-_MOST_NODES = 1024
+_MOST_NODES = 128
 _SIMPLEST = ("single", "ddp", "fsdp", "hsdp", "pipeline", "tensor")
 
 

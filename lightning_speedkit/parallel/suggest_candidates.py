@@ -16,10 +16,19 @@ from lightning_speedkit.parallel.cost_model import (
     ddp_bytes,
     fsdp_bytes,
     pipeline_bytes,
+    reduce_scatter_bytes,
     tensor_parallel_activation_share,
     tensor_parallel_bytes,
 )
-from lightning_speedkit.parallel.suggest_plan import Memory, Plan, Traffic, bytes_text, priced_plan, traffic_of
+from lightning_speedkit.parallel.suggest_plan import (
+    BACKWARD,
+    Memory,
+    Plan,
+    Traffic,
+    bytes_text,
+    priced_plan,
+    traffic_of,
+)
 from lightning_speedkit.parallel.suggest_profile import PRECISIONS, ModelProfile
 
 __all__ = ["PIPELINE_PRECISIONS", "SHARDED_PRECISIONS", "Assumptions", "possible_plans"]
@@ -27,7 +36,6 @@ __all__ = ["PIPELINE_PRECISIONS", "SHARDED_PRECISIONS", "Assumptions", "possible
 SHARDED_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 PIPELINE_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 _BUCKET_BYTES = 25 * 2**20  # DDP's bucket_cap_mb
-_BACKWARD = 2 / 3  # of the computing of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ class _Writer:
         sent = ddp_bytes(ranks, profile.trainable_bytes)
         hops = math.ceil(profile.trainable_bytes / _BUCKET_BYTES) * 2 * (ranks - 1)
         what = f"all-reduce of gradients, 2(n-1)/n x {bytes_text(profile.trainable_bytes)}"
-        traffic = traffic_of(what, self.cluster, ranks, 1, sent, hops, hidden=True)
+        traffic = traffic_of(what, self.cluster, ranks, 1, sent, hops, beside=BACKWARD)
         return self._plan(
             "ddp" if ranks > 1 else "single",
             f"DDP {ranks}" if ranks > 1 else "single device",
@@ -108,17 +116,16 @@ class _Writer:
             self.whole,
             (traffic,),
             replicas=ranks,
-            hideable=_BACKWARD,
         )
 
     def sharded(self, shards: int, copies: int) -> Plan:
         """FSDP2 over ``shards`` ranks, or HSDP: as many such groups as ``copies``."""
-        traffic: tuple[Traffic, ...] = (self._shard_traffic(shards, 1, 0.0),)
+        traffic = self._shard_traffic(shards, 1, 0.0)
         if copies > 1:
             own = self.profile.trainable_bytes / shards
             hops = (len(self.profile.blocks) + 1) * 2 * (copies - 1)
             what = f"all-reduce of the own part of the gradients, 2(n-1)/n x {bytes_text(own)}"
-            traffic += (traffic_of(what, self.cluster, copies, shards, ddp_bytes(copies, own), hops, hidden=True),)
+            traffic += (traffic_of(what, self.cluster, copies, shards, ddp_bytes(copies, own), hops, beside=BACKWARD),)
         return self._plan(
             "hsdp" if copies > 1 else "fsdp",
             f"HSDP {shards} x {copies}" if copies > 1 else f"FSDP2 {shards}",
@@ -126,7 +133,6 @@ class _Writer:
             replace(self.whole, shards=shards, **self._while_sharded(0.0)),
             traffic,
             replicas=shards * copies,
-            hideable=1.0,
         )
 
     def tensor_parallel(self, ranks: int, replicas: int) -> Plan:
@@ -136,11 +142,11 @@ class _Writer:
         output, count = max(block.output_bytes for block in profile.blocks), len(profile.blocks)
         sent, hops = tensor_parallel_bytes(ranks, count, output), 4 * count * 2 * (ranks - 1)
         what = f"4 all-reduces of activations in each of {count} blocks, 4 x {count} x 2(n-1)/n x {bytes_text(output)}"
-        traffic: tuple[Traffic, ...] = (traffic_of(what, self.cluster, ranks, 1, sent, hops, hidden=False),)
+        traffic: tuple[Traffic, ...] = (traffic_of(what, self.cluster, ranks, 1, sent, hops, beside=0),)
         copied = profile.weight_copy_bytes * (1 - part / profile.parameter_bytes)
         meanwhile: dict[str, float] = {"weight_copy_bytes": copied}
         if replicas > 1:
-            traffic += (self._shard_traffic(replicas, ranks, part),)
+            traffic += self._shard_traffic(replicas, ranks, part)
             meanwhile = self._while_sharded(1 - 1 / ranks)
         elsewhere = self.activations_in_blocks * (1 - tensor_parallel_activation_share(ranks))
         return self._plan(
@@ -159,7 +165,6 @@ class _Writer:
             replicas=replicas,
             ranks=ranks,
             share=1 / ranks,
-            hideable=1.0,
         )
 
     def pipeline(self, stages: int, replicas: int, micro_batches: int) -> Plan:
@@ -172,11 +177,11 @@ class _Writer:
         output = max(block.output_bytes for block in profile.blocks)
         what = f"activations and their gradients, {min(stages - 1, 2)} x {bytes_text(output)}"
         sent, hops = pipeline_bytes(stages, output), 2 * (micro_batches + stages - 2)
-        traffic: tuple[Traffic, ...] = (traffic_of(what, self.cluster, stages, 1, sent, hops, hidden=False),)
+        traffic: tuple[Traffic, ...] = (traffic_of(what, self.cluster, stages, 1, sent, hops, beside=0),)
         if replicas > 1:
             what = f"all-reduce of a stage's gradients, 2(n-1)/n x {bytes_text(trainable)}"
             sent, hops = ddp_bytes(replicas, trainable), 2 * (replicas - 1)
-            traffic += (traffic_of(what, self.cluster, replicas, stages, sent, hops, hidden=False),)
+            traffic += (traffic_of(what, self.cluster, replicas, stages, sent, hops, beside=0),)
         arguments = {"attribute": profile.pipeline_path, "pipeline_size": stages, "microbatches": micro_batches}
         copies = profile.weight_copy_bytes * parameters / profile.parameter_bytes
         return self._plan(
@@ -194,7 +199,6 @@ class _Writer:
             replicas=replicas,
             ranks=stages,
             stages=stages,
-            hideable=0.0,
             share=share,
             micro_batches=micro_batches,
         )
@@ -212,21 +216,26 @@ class _Writer:
         gathered = size * (beside + 2 * parameters) + trainable + min(gradients, parameters)
         return {"gathered_bytes": gathered, "weight_copy_bytes": 0.0 if self.halved else profile.weight_copy_bytes}
 
-    def _shard_traffic(self, ranks: int, stride: int, elsewhere: float) -> Traffic:
+    def _shard_traffic(self, ranks: int, stride: int, elsewhere: float) -> tuple[Traffic, ...]:
         """FSDP2's: blocks are gathered twice, the rest once, since it stays gathered; gradients are scattered.
 
         ``elsewhere`` bytes are kept by other ranks of the tensor-parallel group.
         """
-        size = 0.5 if self.halved else 1.0
+        size, units = 0.5 if self.halved else 1.0, len(self.profile.blocks)
         blocks = size * (self.in_blocks - elsewhere)
         beside = size * (self.profile.parameter_bytes - self.in_blocks)
         gradients = max(0.0, self.profile.trainable_bytes - elsewhere)
-        sent = fsdp_bytes(ranks, blocks, gradients) + fsdp_bytes(ranks, beside, 0, gathers=1)
-        hops = (3 * len(self.profile.blocks) + 2) * (ranks - 1)
-        gathered = [f"2 x {bytes_text(blocks)}"] if blocks else []
-        gathered += [bytes_text(beside)] if beside else []
-        what = f"parameters gathered, gradients scattered, (n-1)/n x ({' + '.join(gathered)} + {bytes_text(gradients)})"
-        return traffic_of(what, self.cluster, ranks, stride, sent, hops, hidden=True)
+        gathered = fsdp_bytes(ranks, blocks, 0) + fsdp_bytes(ranks, beside, 0, gathers=1)
+        scattered = reduce_scatter_bytes(ranks, gradients)
+        parts = [f"2 x {bytes_text(blocks)}"] if blocks else []
+        parts += [bytes_text(beside)] if beside else []
+        to_gather = f"parameters gathered, (n-1)/n x ({' + '.join(parts)})"
+        to_scatter = f"gradients scattered, (n-1)/n x {bytes_text(gradients)}"
+        gathers, scatters = (2 * units + 1) * (ranks - 1), (units + 1) * (ranks - 1)
+        return (
+            traffic_of(to_gather, self.cluster, ranks, stride, gathered, gathers, beside=1),
+            traffic_of(to_scatter, self.cluster, ranks, stride, scattered, scatters, beside=BACKWARD),
+        )
 
     def _model_parallel(self, arguments: dict[str, Any], sharded: bool) -> dict[str, Any]:
         if sharded and self.classes:
@@ -244,7 +253,6 @@ class _Writer:
         traffic: tuple[Traffic, ...],
         *,
         replicas: int,
-        hideable: float,
         ranks: int = 1,
         stages: int = 1,
         micro_batches: int = 1,
@@ -266,5 +274,4 @@ class _Writer:
             self.profile.flops * share,
             flops_per_second=self.cluster.flops_per_second[PRECISIONS[self.given.precision][2]],
             utilization=self.given.utilization,
-            hideable=hideable,
         )

@@ -14,14 +14,18 @@ from lightning_speedkit.parallel.cost_model import (
     step_seconds,
 )
 
-__all__ = ["Memory", "Plan", "Traffic", "bytes_text", "priced_plan", "seconds_text", "traffic_of"]
+__all__ = ["BACKWARD", "Memory", "Plan", "Traffic", "bytes_text", "priced_plan", "seconds_text", "traffic_of"]
+
+BACKWARD = 2 / 3
+"""The part of a step's computing that is its backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """What one rank sends in one step to its group of ``ranks``; ``sum`` is the arithmetic of the seconds.
 
-    ``hidden`` traffic goes on while the device computes.
+    ``beside`` is the part of the computing that can hide it: 0 for none, :data:`BACKWARD` for gradients, 1 for
+    parameters that are gathered ahead.
     """
 
     what: str
@@ -30,12 +34,14 @@ class Traffic:
     seconds: float
     sum: str
     between_nodes: bool
-    hidden: bool
+    beside: float
 
     def describe(self) -> str:
         """One line of arithmetic."""
         where = "between nodes" if self.between_nodes else "inside a node"
-        beside = "beside the computing" if self.hidden else "while nothing is computed"
+        beside = {0: "while nothing is computed", BACKWARD: "beside the backward"}.get(
+            self.beside, "beside the computing"
+        )
         sent = f"{bytes_text(self.sent_bytes)} from each rank {where}"
         return f"{self.what}, n={self.ranks}: {sent}, {self.sum} = {seconds_text(self.seconds)} {beside}"
 
@@ -139,34 +145,35 @@ class Plan:
         return tuple(f"{self.name}: {line}" for line in lines)
 
 
-def priced_plan(plan: Plan, flops: float, *, flops_per_second: float, utilization: float, hideable: float) -> Plan:
-    """The plan with its seconds: of the ``flops`` of the busiest device, the bubble, and traffic that does not hide.
-
-    ``hideable`` is the part of the computing that hides traffic.
-    """
+def priced_plan(plan: Plan, flops: float, *, flops_per_second: float, utilization: float) -> Plan:
+    """The plan with its seconds: ``flops`` on the busiest device, the bubble, and the traffic that does not hide."""
     compute = compute_seconds(flops, 1, flops_per_second=flops_per_second, utilization=utilization)
-    exposed = sum(entry.seconds for entry in plan.traffic if not entry.hidden)
-    hidden = sum(entry.seconds for entry in plan.traffic if entry.hidden)
     bubble = pipeline_bubble(plan.stages, plan.micro_batches)
+    alone = sum(entry.seconds for entry in plan.traffic if not entry.beside)
+    seconds, terms = step_seconds(compute, alone, 0.0, hideable=0.0, bubble=bubble), ["0"]
+    for part in sorted({entry.beside for entry in plan.traffic} - {0}):  # what hides in less hides in more, too
+        hidden = sum(entry.seconds for entry in plan.traffic if 0 < entry.beside <= part)
+        seconds = max(seconds, step_seconds(compute, alone, hidden, hideable=part, bubble=bubble))
+        terms.append(f"{seconds_text(hidden)} - {part:.2g} x {seconds_text(compute)}")
     told = f"{seconds_text(compute)} computing"
     if bubble:
         told += f" / (1 - {bubble:.3g} idle), (p-1)/(m+p-1) with p={plan.stages} and m={plan.micro_batches},"
-    if exposed:
-        told += f" + {seconds_text(exposed)} of traffic by itself"
-    if hidden:
-        told += f" + max(0, {seconds_text(hidden)} of traffic - {hideable:.2g} x {seconds_text(compute)} beside it)"
+    if alone:
+        told += f" + {seconds_text(alone)} of traffic by itself"
+    if len(terms) > 1:
+        told += f" + max({', '.join(terms)}) of traffic beside it"
     return replace(
         plan,
         compute_sum=f"{flops:.3g} FLOP / ({utilization:g} x {flops_per_second:.3g} FLOP/s) = {seconds_text(compute)}",
         compute_seconds=compute,
         bubble=bubble,
         step_sum=told,
-        seconds_per_step=step_seconds(compute, exposed, hidden, hideable=hideable, bubble=bubble),
+        seconds_per_step=seconds,
     )
 
 
 def traffic_of(
-    what: str, cluster: Cluster, ranks: int, stride: int, sent_bytes: float, hops: float, *, hidden: bool
+    what: str, cluster: Cluster, ranks: int, stride: int, sent_bytes: float, hops: float, *, beside: float
 ) -> Traffic:
     """The traffic of a group of ``ranks`` that are ``stride`` apart, on the slowest link that it crosses.
 
@@ -187,7 +194,7 @@ def traffic_of(
             waits = f" + {hops:.0f} messages x {seconds_text(latency)}" if latency else ""
             seconds, told = taken, f"{shared}{bytes_text(sent_bytes)} / {bytes_text(speed)}/s{waits}"
     return Traffic(
-        what=what, ranks=ranks, sent_bytes=sent_bytes, seconds=seconds, sum=told, between_nodes=between, hidden=hidden
+        what=what, ranks=ranks, sent_bytes=sent_bytes, seconds=seconds, sum=told, between_nodes=between, beside=beside
     )
 
 

@@ -197,7 +197,8 @@ def _loss_of(module: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] |
         value = output.get("loss") if isinstance(output, Mapping) else output
     elif loss is not None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"with loss, batch is a pair of inputs and target, got {type(batch).__name__}.")
+            got = "a tensor" if isinstance(batch, Tensor) else type(batch).__name__
+            raise ValueError(f"with loss, batch is a pair of inputs and target, got {got}.")
         value = loss(_called(module, batch[0]), batch[1])
     else:
         leaves = [leaf for leaf in tree_leaves(_called(module, batch)) if isinstance(leaf, Tensor)]
@@ -219,8 +220,9 @@ def _copied(module: nn.Module, weights: torch.dtype | None) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         like = _fake(tensor, weights)
         memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-    with contextlib.suppress(AttributeError, RuntimeError):  # Lightning's, where no trainer is attached
-        memo[id(module.trainer)] = None
+    with contextlib.suppress(AttributeError, RuntimeError):  # where no trainer is attached
+        if hasattr(module, "training_step"):
+            memo[id(module.trainer)] = None
     return copy.deepcopy(module, memo).train()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_speedkit.parallel import cost_model
 from lightning_speedkit.parallel.cost_model import (
@@ -164,7 +164,9 @@ def _sent_in_a_step(way: str) -> tuple[int, int, int]:
         model = nn.parallel.DistributedDataParallel(net)
     elif way == "tensor parallel":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        styles = {f"{i}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i in range(4)}
+        styles: dict[str, ParallelStyle] = {
+            f"{i}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i in range(4)
+        }
         parallelize_module(net, mesh, styles)
     else:
         for layer in net:

@@ -98,4 +98,4 @@ def test_autocasts_copies_of_weights_are_told_apart(grad: bool) -> None:
 
 
 def test_bytes_of_views_count_their_elements() -> None:
-    assert bytes_of(torch.zeros(10)[:3].split(1)) == 12
+    assert bytes_of(torch.zeros(10)[:3].unbind()) == 12

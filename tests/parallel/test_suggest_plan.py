@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lightning_speedkit.facts.cluster import Cluster, Link
-from lightning_speedkit.parallel.suggest_plan import Memory, Plan, bytes_text, priced_plan, seconds_text, traffic_of
+from lightning_speedkit.parallel.suggest_plan import (
+    BACKWARD,
+    Memory,
+    Plan,
+    bytes_text,
+    priced_plan,
+    seconds_text,
+    traffic_of,
+)
 
 TWO_NODES = Cluster(
     nodes=2,
@@ -53,13 +61,13 @@ def test_memory_is_the_sum_of_its_parts() -> None:
 def test_traffic_takes_the_time_of_the_slowest_link_it_crosses(
     ranks: int, stride: int, seconds: float, told: str
 ) -> None:
-    traffic = traffic_of("sum", TWO_NODES, ranks, stride, 10e9, 6, hidden=True)
+    traffic = traffic_of("sum", TWO_NODES, ranks, stride, 10e9, 6, beside=BACKWARD)
     assert traffic.seconds == pytest.approx(seconds)
     assert traffic.sum == told
     assert traffic.between_nodes == (ranks * stride > 4)
     where = "between nodes" if traffic.between_nodes else "inside a node"
     head = f"sum, n={ranks}: 10 GB from each rank {where}, {told} = "
-    assert traffic.describe() == f"{head}{seconds_text(seconds)} beside the computing"
+    assert traffic.describe() == f"{head}{seconds_text(seconds)} beside the backward"
 
 
 def _plan(**changes: object) -> Plan:
@@ -68,25 +76,32 @@ def _plan(**changes: object) -> Plan:
 
 
 def test_seconds_by_hand() -> None:
-    alone = traffic_of("alone", TWO_NODES, 8, 1, 5e9, 0, hidden=False)  # 0.5 s
-    beside = traffic_of("beside", TWO_NODES, 8, 1, 20e9, 0, hidden=True)  # 2 s
-    plan = _plan(traffic=(alone, beside), stages=4, micro_batches=5)
-    priced = priced_plan(plan, 6e11, flops_per_second=1e12, utilization=0.4, hideable=1.0)
+    alone = traffic_of("alone", TWO_NODES, 8, 1, 5e9, 0, beside=0)  # 0.5 s
+    gradients = traffic_of("gradients", TWO_NODES, 8, 1, 18e9, 0, beside=BACKWARD)  # 1.8 s
+    ahead = traffic_of("parameters", TWO_NODES, 8, 1, 2e9, 0, beside=1)  # 0.2 s
+    plan = _plan(traffic=(alone, gradients, ahead), stages=4, micro_batches=5)
+    priced = priced_plan(plan, 6e11, flops_per_second=1e12, utilization=0.4)
     assert priced.compute_seconds == pytest.approx(1.5)
     assert priced.bubble == 3 / 8
-    assert priced.seconds_per_step == pytest.approx(1.5 / (5 / 8) + 0.5 + (2.0 - 1.5))
+    assert priced.seconds_per_step == pytest.approx(1.5 / (5 / 8) + 0.5 + (1.8 - 1.0))
     assert priced.seconds_per_batch == pytest.approx(priced.seconds_per_step / 2)
     assert priced.sent_bytes == 25e9
     assert priced.memory_bytes == MEMORY.total_bytes
     assert priced.arithmetic()[1] == "P: computing: 6e+11 FLOP / (0.4 x 1e+12 FLOP/s) = 1.5 s"
     assert priced.arithmetic()[-1] == (
         "P: step: 1.5 s computing / (1 - 0.375 idle), (p-1)/(m+p-1) with p=4 and m=5, + 500 ms of traffic by itself "
-        "+ max(0, 2 s of traffic - 1 x 1.5 s beside it) = 3.4 s, for 2 batches: 1.7 s per batch"
+        "+ max(0, 1.8 s - 0.67 x 1.5 s, 2 s - 1 x 1.5 s) of traffic beside it = 3.7 s, for 2 batches: 1.85 s per batch"
     )
+    assert alone.describe().endswith("while nothing is computed")
+    assert ahead.describe().endswith("beside the computing")
+    longer = priced_plan(
+        _plan(traffic=(gradients, ahead, ahead, ahead, ahead, ahead)), 6e11, flops_per_second=4e11, utilization=1
+    )
+    assert longer.seconds_per_step == pytest.approx(1.5 + (1.8 + 1.0 - 1.5))
 
 
 def test_a_plan_without_traffic_only_computes() -> None:
-    priced = priced_plan(_plan(replicas=1), 8e11, flops_per_second=1e12, utilization=0.8, hideable=0)
+    priced = priced_plan(_plan(replicas=1), 8e11, flops_per_second=1e12, utilization=0.8)
     assert priced.seconds_per_step == priced.compute_seconds == 1.0
     assert priced.arithmetic()[-1] == "P: step: 1 s computing = 1 s"
 
