@@ -38,7 +38,7 @@ from lightning_speedkit.parallel.rank_failure import FailureRelay
 from lightning_speedkit.parallel.uneven import RankFlags, even_loader, take_share
 from lightning_speedkit.parallel.unused_parameters import name_unused, unused_message, without_gradient
 
-__all__ = ["SpeedkitDDPStrategy", "checked_timeout", "register_comm_hook"]
+__all__ = ["SpeedkitDDPStrategy"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

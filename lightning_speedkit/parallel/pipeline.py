@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_speedkit.parallel.ddp import checked_timeout
+from lightning_speedkit.parallel.argument_checks import checked_timeout
 from lightning_speedkit.parallel.pipeline_cut import check_layers, cut_points, find_chain, stages_of
 from lightning_speedkit.parallel.pipeline_layers import PipelinedLayers, Stage
 from lightning_speedkit.parallel.pipeline_run import Schedule, ScheduledStep

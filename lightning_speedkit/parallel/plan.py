@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_sharded import materialize, set_parallel_sizes
-from lightning_speedkit.parallel.ddp import checked_timeout
+from lightning_speedkit.parallel.argument_checks import checked_timeout
 from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, read_sharded, write_sharded
 from lightning_speedkit.parallel.plan_clip import clip_by_norm, clip_by_value
 from lightning_speedkit.parallel.plan_mesh import PlanMesh, plan_sizes
