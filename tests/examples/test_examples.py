@@ -30,6 +30,7 @@ SAYS = {
     "largest_batch.py": r"memory: batch size 64 of 8, 16, 32, 64\s.*put: batch size \d+ of 8, .* validation loss \d",
     "watch_memory.py": r"ended with: CUDA out of memory.*preset .*leak: Classifier\.losses: .*peak in validation",
     "pipeline.py": r"accuracy 0\.[6-9]\d+ on held-out digits; 42634 weights, trained on 2 processes",
+    "plan_for_a_cluster.py": r"DDP 16 .*single device.*2\(n-1\)/n x .*speedkit_ddp.*two GPUs of 8 GB: pipeline 2",
     "train_stably.py": r"guarded: 7[0-3] steps, validation accuracy 0\.[89].* [1-9]\d* losses .* 3 gradients",
 }
 
