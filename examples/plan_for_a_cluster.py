@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_speedkit import suggest_strategy
 from lightning_speedkit.errors import HardwareNeedError
-from lightning_speedkit.facts.cluster import read_cluster
-from lightning_speedkit.parallel.suggest import suggest_strategy
+from lightning_speedkit.facts import read_cluster
 
 WIDTH, HEADS, WORDS, LENGTH = 2048, 16, 50_304, 2048
 

@@ -8,6 +8,7 @@ from lightning_speedkit.parallel.plan import ModelParallelPlan
 from lightning_speedkit.parallel.plan_checkpoint import unshard_checkpoint
 from lightning_speedkit.parallel.power_sgd import PowerSGD
 from lightning_speedkit.parallel.strategies import register_strategies
+from lightning_speedkit.parallel.suggest import StrategyChoice, suggest_strategy
 
 __all__ = [
     "HangWatch",
@@ -15,8 +16,10 @@ __all__ = [
     "PipelineStrategy",
     "PowerSGD",
     "SpeedkitDDPStrategy",
+    "StrategyChoice",
     "register_comm_hook",
     "register_strategies",
+    "suggest_strategy",
     "unshard_checkpoint",
 ]
 

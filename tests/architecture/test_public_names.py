@@ -87,6 +87,7 @@ PUBLIC = {
     "presets",
     "stage_to_local",
     "suggest_loader",
+    "suggest_strategy",
     "trainer_kwargs",
     "verify_lmdb",
     "write_lmdb",
