@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 from lightning_speedkit.memory.block_selection import checked_selection, select_modules
 from lightning_speedkit.memory.checkpoint_budget import CheckpointPlan, checked_budget
 from lightning_speedkit.memory.checkpoint_policy import Offload, Policy, Recompute, checked_policy
@@ -35,7 +36,6 @@ from lightning_speedkit.memory.checkpoint_policy_batch import plan_for_batch, re
 from lightning_speedkit.memory.checkpoint_policy_refusals import (
     SYNC_BATCH_NORM,
     checked_every,
-    holds_sync_batch_norm,
     refuse_nested,
     refuse_what_cannot_be_exchanged,
     warn_of_what_happens_twice,

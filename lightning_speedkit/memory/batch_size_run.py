@@ -12,10 +12,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 
 from lightning_speedkit.measure.kept_state import GENERATORS, KeptState
 from lightning_speedkit.measure.out_of_memory import release_memory
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 from lightning_speedkit.memory.batch_size_ranks import Ranks
 
 __all__ = ["refuse", "trials"]
@@ -44,7 +44,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"BatchSizeSearch does not work with {type(trainer.strategy).__name__}: it supports one device and DDP. "
             "Find the size there with a smaller model, or remove the callback."
         )
-    if trainer.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+    if trainer.world_size > 1 and holds_sync_batch_norm(module):
         raise MisconfigurationException(
             "BatchSizeSearch does not work with SyncBatchNorm: ranks wait for each other inside its forward pass, and "
             "a rank without memory would leave the others waiting. Search with Trainer(sync_batchnorm=False)."

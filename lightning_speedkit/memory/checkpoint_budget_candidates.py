@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 from lightning_speedkit.memory.block_selection import find_blocks, select_modules
 from lightning_speedkit.memory.checkpoint_budget_model import ModuleProfile
 from lightning_speedkit.memory.checkpoint_budget_search import Unit, walk_units
 from lightning_speedkit.memory.checkpoint_policy_refusals import (
     SYNC_BATCH_NORM,
-    holds_sync_batch_norm,
     refuse_what_cannot_be_exchanged,
 )
 from lightning_speedkit.memory.recomputation import Recomputed

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_speedkit.measure.kept_state import KeptState
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 from lightning_speedkit.memory.checkpoint_budget import CheckpointPlan, plan_checkpoints
-from lightning_speedkit.memory.checkpoint_policy_refusals import holds_sync_batch_norm
 
 __all__ = ["plan_for_batch", "refuse_budget"]
 

@@ -15,7 +15,6 @@ from lightning_speedkit.memory.recomputation import Recomputed
 __all__ = [
     "SYNC_BATCH_NORM",
     "checked_every",
-    "holds_sync_batch_norm",
     "refuse_nested",
     "refuse_what_cannot_be_exchanged",
     "warn_of_what_happens_twice",
@@ -90,11 +89,6 @@ def warn_of_what_happens_twice(model: nn.Module, paths: Sequence[str]) -> None:
 
 def _is_torch_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == "CheckpointWrapper"
-
-
-def holds_sync_batch_norm(module: nn.Module) -> bool:
-    """Whether computing the module again would exchange statistics between the ranks."""
-    return any(isinstance(inner, nn.SyncBatchNorm) for inner in module.modules())
 
 
 SYNC_BATCH_NORM = (

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 
 __all__ = ["check_strategy", "check_trainer", "check_wrapped"]
 
@@ -66,7 +67,7 @@ def check_wrapped(model: Any) -> None:
             "AutoMicroBatch does not work with static_graph=True: torch synchronises inside the first backward pass, "
             "where a rank without memory would leave the others waiting. Use strategy='ddp' or 'speedkit_ddp'."
         )
-    if any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+    if holds_sync_batch_norm(model):
         raise MisconfigurationException(
             "AutoMicroBatch does not work with SyncBatchNorm: ranks wait for each other inside its forward pass, and a "
             "rank without memory would leave the others waiting. Set Trainer(sync_batchnorm=False), or use GroupNorm."

@@ -1,10 +1,11 @@
 """Data parallel training that accumulates on a static graph and tells you what it cannot do.
 
-What it does: it is Lightning's ``DDPStrategy`` with three differences. A static graph works together with gradient
+What it does: it is Lightning's ``DDPStrategy``, and differs in these. A static graph works together with gradient
 accumulation; in Lightning that fails inside torch (Lightning #19354), because torch learns the graph in the first
 backward and needs to synchronise there. A communication hook is registered on every device; Lightning passes it over
 in silence unless the device is CUDA. Gradients are views into the buckets that are sent, so they are held once and
-not twice.
+not twice. Ranks may have different numbers of batches, parameters without a gradient are named, SyncBatchNorm works on
+a CPU, and a rank that fails ends the others with its message.
 
 When it helps: more than one device, and a model that fits on each. A static graph, if each step uses the same
 parameters in the same order: then torch finds unused parameters once instead of in each step. What it costs: one
@@ -138,6 +139,7 @@ class SpeedkitDDPStrategy(DDPStrategy):
         self._flags: RankFlags | None = None
         self._relay: FailureRelay | None = None
         self._share = 1.0  # what the batch in progress counts
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # and before it, if it is only repeated
 
     @override
     def setup_environment(self) -> None:

@@ -4,12 +4,12 @@ Each is a communication hook of torch's ``DistributedDataParallel``. Lightning r
 over in silence elsewhere; here it is registered, or refused with the reason.
 
 When it helps: sending the gradients takes longer than the backward that hides it. What it costs: precision of the
-gradients. On one machine, or with a fast link, it gains nothing.
+gradients, and computing on both ends. Between two processes on one machine it was slower
+(``benchmarks/results/parallel_scaling.json``).
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_speedkit.errors import did_you_mean
 from lightning_speedkit.parallel.power_sgd import PowerSGD, power_sgd_hook
 
 __all__ = ["CommHook", "check_comm_hook", "register_comm_hook"]
@@ -65,8 +66,7 @@ def check_comm_hook(name: object) -> None:
     """
     names = get_args(CommHook)
     if name not in names:
-        near = difflib.get_close_matches(str(name).lower(), names, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names, most=1)
         raise ValueError(f"comm_hook={name!r} is unknown; use {', '.join(map(repr, names))} or None.{hint}")
 
 

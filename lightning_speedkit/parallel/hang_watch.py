@@ -177,7 +177,9 @@ class HangWatch(Callback):
         if self.folder is not None:
             path = Path(self.folder, "hang.txt")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{report}\n")
+            part = path.with_name("hang.txt.part")
+            part.write_text(f"{report}\n")
+            part.replace(path)
 
     def _stop(self) -> None:
         if self._thread is not None and self._closed is not None:

@@ -51,6 +51,7 @@ class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     process_group: Any = None
+    exchanges_statistics = True  # as holds_sync_batch_norm() asks
 
     @override
     def _check_input_dim(self, input: Tensor) -> None:

@@ -13,7 +13,6 @@ Source: Zhao et al. 2023 (FSDP); Shoeybi et al. 2019 (Megatron-LM); Lightning's 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +28,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.measure.lightning_sharded import materialize, set_parallel_sizes
-from lightning_speedkit.parallel.argument_checks import checked_timeout
-from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, read_sharded, write_sharded
+from lightning_speedkit.parallel.argument_checks import check_switch, checked_timeout
+from lightning_speedkit.parallel.plan_checkpoint import (
+    is_sharded_checkpoint,
+    out_of_the_way,
+    read_sharded,
+    write_sharded,
+)
 from lightning_speedkit.parallel.plan_clip import clip_by_norm, clip_by_value
 from lightning_speedkit.parallel.plan_mesh import PlanMesh, plan_sizes
 from lightning_speedkit.parallel.plan_refusals import (
@@ -101,8 +105,7 @@ class ModelParallelPlan(ModelParallelStrategy):
     ) -> None:
         check_arguments(data_parallel, tensor_parallel, replicas, shard_class, shard_min_parameters, gather_precision)
         for name, switch in (("cpu_offload", cpu_offload), ("checkpoint_activations", checkpoint_activations)):
-            if not isinstance(switch, bool):
-                raise TypeError(f"{name}={switch!r} must be True or False.")
+            check_switch(name, switch)
         if save not in get_args(Save):
             raise ValueError(f"save={save!r} is unknown; use one of {get_args(Save)}.")
         if tensor_plan is not None:
@@ -240,9 +243,8 @@ class ModelParallelPlan(ModelParallelStrategy):
             write_sharded(checkpoint, path, self.global_rank)
             return
         if self.is_global_zero:
-            if is_sharded_checkpoint(path):
-                shutil.rmtree(path)
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            with out_of_the_way(path if is_sharded_checkpoint(path) else None):
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

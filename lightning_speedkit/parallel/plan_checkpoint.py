@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_speedkit.parallel.plan_state import check_names, optimizer_state_here
 
-__all__ = ["is_sharded_checkpoint", "read_sharded", "unshard_checkpoint", "write_sharded"]
+__all__ = ["is_sharded_checkpoint", "out_of_the_way", "read_sharded", "unshard_checkpoint", "write_sharded"]
 
 _REST = "meta.pt"  # as Lightning names it
 
@@ -29,7 +31,11 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def write_sharded(checkpoint: dict[str, Any], folder: Path, rank: int) -> None:
-    """Write what ``trainer.save_checkpoint`` gathered; all ranks call it."""
+    """Write what ``trainer.save_checkpoint`` gathered, beside its place, and rename it; all ranks call it.
+
+    Raises:
+        MisconfigurationException: ``folder`` is there and no sharded checkpoint.
+    """
     rest = dict(checkpoint)
     tensors: dict[str, Any] = {"state_dict": rest.pop("state_dict")}
     optimizers = []
@@ -44,13 +50,51 @@ def write_sharded(checkpoint: dict[str, Any], folder: Path, rank: int) -> None:
             for number, of_one in entries.items()
         }
         optimizers.append({**state, "state": plain})
-    if folder.is_file() and rank == 0:
-        folder.unlink()
-    dist.barrier()
-    folder.mkdir(parents=True, exist_ok=True)
-    save(tensors, checkpoint_id=folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_sharded_checkpoint(folder):
+        raise MisconfigurationException(
+            f"{folder} is a folder with something else in it, and a sharded checkpoint takes the place of what was "
+            "there. Give a name that is free, or that of an earlier checkpoint."
+        )
+    part = folder.with_name(f"{folder.name}.part")
     if rank == 0:
-        torch.save({**rest, "sharded_optimizers": optimizers}, folder / _REST)
+        if part.exists():
+            shutil.rmtree(part)  # of a run that was ended while it wrote
+        part.mkdir(parents=True)
+    dist.barrier()
+    save(tensors, checkpoint_id=part)
+    if rank == 0:
+        torch.save({**rest, "sharded_optimizers": optimizers}, part / _REST)
+        with out_of_the_way(folder):
+            part.rename(folder)
+    dist.barrier()
+
+
+@contextmanager
+def out_of_the_way(path: Path | None) -> Generator[None, None, None]:
+    """What a checkpoint takes the place of is kept beside it until that is there, and put back if it fails.
+
+    For folders, and for what takes a folder's place: neither can be replaced in one step, as a file can by a file.
+    """
+    if path is None or not path.exists():
+        yield
+        return
+    before = path.with_name(f"{path.name}.previous")
+    _remove(before)
+    path.rename(before)
+    try:
+        yield
+    except BaseException:
+        _remove(path)
+        before.rename(path)
+        raise
+    _remove(before)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_sharded(
@@ -142,4 +186,6 @@ def unshard_checkpoint(folder: str | Path, file: str | Path) -> None:
                 number, _, key = name.removeprefix(prefix).partition(".")
                 found.setdefault(number, {})[key] = value
         states.append({**state, "state": _merged(state["state"], found)})
-    torch.save({**rest, "optimizer_states": states}, file)
+    part = Path(f"{file}.part")
+    torch.save({**rest, "optimizer_states": states}, part)
+    part.replace(file)

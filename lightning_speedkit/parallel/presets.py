@@ -7,75 +7,59 @@ from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]
 
+_STRATEGIES = (  # the preset's name and the strategy's, and what it does
+    ("ddp", "speedkit_ddp", "One process per device, gradients averaged."),
+    (
+        *("ddp-static", "speedkit_ddp_static"),
+        "DDP for a model that uses the same parameters in every step; also with accumulation.",
+    ),
+    (
+        *("ddp-fp16", "speedkit_ddp_fp16"),
+        "DDP that sends half the bytes, as fp16; for slow links and gradients below 65504.",
+    ),
+    ("ddp-bf16", "speedkit_ddp_bf16", "DDP that sends half the bytes, as bf16; for slow links."),
+    (
+        *("ddp-powersgd", "speedkit_ddp_powersgd"),
+        "DDP that sends gradients as products of thin matrices; for very slow links, less exact.",
+    ),
+    (
+        *("fsdp2", "speedkit_model_parallel"),
+        "Weights, gradients and optimizer state sharded over the devices; any module, nothing to configure.",
+    ),
+    (
+        *("fsdp2-offload", "speedkit_fsdp2_offload"),
+        "FSDP2 whose shards wait in host memory; for models that fit in no other way.",
+    ),
+    (
+        *("hsdp", "speedkit_hsdp"),
+        "Two copies of the weights, each sharded over half the devices; for two machines with a slow link.",
+    ),
+    (
+        *("tensor-parallel-2", "speedkit_tensor_parallel_2"),
+        "Layers cut between two devices, found by structure; for layers that fit on no device.",
+    ),
+    (
+        *("pipeline", "speedkit_pipeline"),
+        "The layers of the module's only nn.Sequential spread over the devices, in four micro-batches.",
+    ),
+)
+
 PRESETS: tuple[Preset, ...] = (
-    Preset(
-        name="ddp",
-        kind="parallel",
-        summary="One process per device, gradients averaged.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_ddp"}),
-        needs=("devices>=2",),
-    ),
-    Preset(
-        name="ddp-static",
-        kind="parallel",
-        summary="DDP for a model that uses the same parameters in every step; also with accumulation.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_ddp_static"}),
-        needs=("devices>=2",),
-    ),
     *(
         Preset(
-            name=f"ddp-{hook}",
+            name=name,
             kind="parallel",
             summary=summary,
-            patch=TrainerPatch(arguments={"strategy": f"speedkit_ddp_{hook}"}),
-            needs=("devices>=2",),
+            patch=TrainerPatch(arguments={"strategy": strategy}),
+            needs=("devices>=4" if name == "hsdp" else "devices>=2",),
         )
-        for hook, summary in (
-            ("fp16", "DDP that sends half the bytes, as fp16; for slow links and gradients below 65504."),
-            ("bf16", "DDP that sends half the bytes, as bf16; for slow links."),
-            ("powersgd", "DDP that sends gradients as products of thin matrices; for very slow links, less exact."),
-        )
+        for name, strategy, summary in _STRATEGIES
     ),
     Preset(
         name="sync-batchnorm",
         kind="parallel",
-        summary="BatchNorm over the samples of all ranks; for batches that are small on each.",
+        summary="BatchNorm over the samples of all ranks; on CPUs beside a ddp preset. For small batches on each.",
         patch=TrainerPatch(arguments={"sync_batchnorm": True}),
-        needs=("devices>=2",),
-    ),
-    Preset(
-        name="fsdp2",
-        kind="parallel",
-        summary="Weights, gradients and optimizer state sharded over the devices; any module, nothing to configure.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_model_parallel"}),
-        needs=("devices>=2",),
-    ),
-    Preset(
-        name="fsdp2-offload",
-        kind="parallel",
-        summary="FSDP2 whose shards wait in host memory; slower, for models that fit in no other way.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_fsdp2_offload"}),
-        needs=("devices>=2",),
-    ),
-    Preset(
-        name="hsdp",
-        kind="parallel",
-        summary="Two copies of the weights, each sharded over half the devices; for two machines with a slow link.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_hsdp"}),
-        needs=("devices>=4",),
-    ),
-    Preset(
-        name="tensor-parallel-2",
-        kind="parallel",
-        summary="Layers cut between two devices, found by structure; for layers that fit on no device.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_tensor_parallel_2"}),
-        needs=("devices>=2",),
-    ),
-    Preset(
-        name="pipeline",
-        kind="parallel",
-        summary="The layers of the module's only nn.Sequential spread over the devices, in four micro-batches.",
-        patch=TrainerPatch(arguments={"strategy": "speedkit_pipeline"}),
         needs=("devices>=2",),
     ),
     Preset(

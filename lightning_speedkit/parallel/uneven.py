@@ -11,6 +11,7 @@ ranks have as many batches and know it; else the ranks tell each other before ea
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,36 +20,32 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import IterableDataset
 
+from lightning_speedkit.measure.host_group import HostGroup
+
 __all__ = ["EvenLoader", "RankFlags", "even_loader", "take_share"]
 
 
-class RankFlags:
+class RankFlags(HostGroup):
     """Numbers that ranks tell each other over the host, in a group of their own.
 
     It is made on all ranks at the same point, as is each call.
     """
 
     def __init__(self) -> None:
+        super().__init__("between two batches")
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._group: Any = torch.distributed.new_group(backend="gloo")  # its type differs between torch versions
 
     def all(self, number: int) -> list[int]:
         """The number of each rank; waits for all."""
-        numbers = torch.zeros(self.size, dtype=torch.int64)
-        numbers[self.rank] = number
-        torch.distributed.all_reduce(numbers, group=self._group)
-        return [int(one) for one in numbers]
+        row = [-math.inf] * self.size
+        row[self.rank] = number
+        return [int(one) for one in self.largest(row)]
 
     def share(self, thing: Any, source: int) -> Any:
         """The thing of rank ``source``, on all ranks. It has to pickle."""
         things = [thing if self.rank == source else None]
         torch.distributed.broadcast_object_list(things, src=source, group=self._group, device=torch.device("cpu"))
         return things[0]
-
-    def close(self) -> None:
-        """Leave the group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(self._group)
 
 
 def even_loader(loader: Any, flags: RankFlags) -> Any:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchmetrics import MeanMetric
 
+from lightning_speedkit.measure.sync_batch_norm import holds_sync_batch_norm
 from lightning_speedkit.memory.checkpoint_policy_refusals import (
     SYNC_BATCH_NORM,
     checked_every,
-    holds_sync_batch_norm,
     refuse_nested,
     refuse_what_cannot_be_exchanged,
     warn_of_what_happens_twice,

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_speedkit.parallel.plan import ModelParallelPlan
-from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, unshard_checkpoint
+from lightning_speedkit.parallel.plan_checkpoint import is_sharded_checkpoint, out_of_the_way, unshard_checkpoint
 from tests.parallel.plan_models import Net, close, loader, trainer_of, weights_of
 from tests.two_ranks import on_ranks
 
@@ -177,3 +177,61 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(folder: str) -> N
         for told in rank[2:]:
             assert "it lacks ['outlets.weight', 'outlets.bias'] and has ['outlet.weight', 'outlet.bias']" in told
             assert "It has 'outlet.weight'" in told
+
+
+def _twice(folder: str) -> list[str]:
+    """Saves to one name twice, over what an ended run left, and then over a folder of somebody else."""
+    place, trainer = Path(folder), trainer_of(ModelParallelPlan(save="sharded"), max_epochs=1)
+    model = Net()
+    (place / "a.part").mkdir(parents=True, exist_ok=True)
+    told = []
+
+    class Saves(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            for _ in range(2):
+                trainer.save_checkpoint(place / "a")
+            try:
+                trainer.save_checkpoint(place / "mine")
+            except MisconfigurationException as error:
+                told.append(str(error))
+
+    trainer.callbacks.append(Saves())
+    trainer.fit(model, loader())
+    return told
+
+
+def test_what_was_there_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for told in on_ranks(2, _twice, str(tmp_path)):
+        assert len(told) == 1
+        assert "something else in it" in told[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert is_sharded_checkpoint(tmp_path / "a")
+    unshard_checkpoint(tmp_path / "a", tmp_path / "whole.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine", "whole.ckpt"]
+
+
+def _fail_at(place: Path) -> None:
+    with out_of_the_way(place):
+        place.mkdir()
+        raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_write_that_fails_puts_back_what_was_there(tmp_path: Path, is_folder: bool) -> None:
+    place = tmp_path / "a"
+    if is_folder:
+        place.mkdir()
+        (place / "weights").write_text("old")
+    else:
+        place.write_text("old")
+    with pytest.raises(OSError, match="full"):
+        _fail_at(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (place / "weights" if is_folder else place).read_text() == "old"
+    with out_of_the_way(place):
+        place.write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert place.read_text() == "new"

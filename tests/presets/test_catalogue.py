@@ -26,8 +26,9 @@ def test_the_catalogue_is_this() -> None:
         *("checkpoint-activations", "checkpoint-selective", "offload-activations", "largest-batch", "fastest-batch"),
         *("watch-memory", "release-cache"),
         *("quantize-int8", "quantize-aware", "prune", "prune-2-4", "prune-channels"),
-        *("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "sync-batchnorm"),
-        *("fsdp2", "fsdp2-offload", "hsdp", "tensor-parallel-2", "pipeline", "hang-watch", "loader-auto"),
+        *("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd"),
+        *("fsdp2", "fsdp2-offload", "hsdp", "tensor-parallel-2", "pipeline", "sync-batchnorm", "hang-watch"),
+        "loader-auto",
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 
