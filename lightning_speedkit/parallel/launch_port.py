@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
@@ -57,6 +56,6 @@ def _listening(port: int) -> list[str]:
 
 def _target(link: Path) -> str:
     try:
-        return os.readlink(link)
+        return str(link.readlink())
     except OSError:
         return ""  # closed meanwhile

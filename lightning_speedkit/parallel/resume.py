@@ -9,11 +9,12 @@ torn: Lightning writes a checkpoint elsewhere and moves it, which is a copy if t
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 import zipfile
 from pathlib import Path
 
-__all__ = ["newest_checkpoint"]
+__all__ = ["newest_checkpoint", "publish_checkpoint"]
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -44,6 +45,31 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
             return str(path)
         warnings.warn(f"{path} is not a complete checkpoint and is passed over.", stacklevel=2)
     return None
+
+
+def publish_checkpoint(part: Path, name: Path) -> None:
+    """Give a checkpoint that is complete its name, in the same folder; what had the name is there until then.
+
+    Args:
+        part: The file that was written, or a folder, if the strategy writes one file per rank.
+        name: What it is to be called.
+    """
+    if part.is_file():
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())  # the machine may be gone in a moment
+        if not name.is_dir():
+            part.replace(name)
+            return
+    before = name.with_name(f".{name.name}.before")  # a folder is not replaced at once
+    shutil.rmtree(before, ignore_errors=True)
+    before.unlink(missing_ok=True)
+    if name.exists():
+        name.replace(before)
+    part.replace(name)
+    if before.is_dir():
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        before.unlink(missing_ok=True)
 
 
 def _written(path: Path) -> tuple[int, str]:

@@ -13,14 +13,9 @@ that failed, and so waits for the others.
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
 import signal
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,19 +24,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from typing_extensions import override
 
 from lightning_speedkit.measure.host_group import HostGroup
 from lightning_speedkit.measure.lightning_internals import is_accumulating
 from lightning_speedkit.parallel.rank_random import gather_random_states, restore_random_states
+from lightning_speedkit.parallel.resume import publish_checkpoint
+from lightning_speedkit.parallel.signal_note import SIGNALS, SignalNote
 
 __all__ = ["SpotInterruption"]
 
-_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGINT")
 _STATE = "lightning_speedkit.random_states"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-_log = logging.getLogger(__name__)
 
 
 class SpotInterruption(Checkpoint):
@@ -77,7 +71,7 @@ class SpotInterruption(Checkpoint):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str],
+        dirpath: str | Path,
         filename: str = "interrupted",
         signals: Sequence[str] = ("SIGTERM",),
         every_n_steps: int = 1,
@@ -88,8 +82,8 @@ class SpotInterruption(Checkpoint):
             raise ValueError(f"filename={filename!r} must be a plain name without a folder, such as 'interrupted'.")
         if "://" in str(dirpath):
             raise ValueError(f"dirpath={str(dirpath)!r} must be a folder; a checkpoint there is renamed when complete.")
-        if isinstance(signals, str) or not signals or not set(signals) <= set(_SIGNALS):
-            raise ValueError(f"signals={signals!r} must be a list of names from {', '.join(_SIGNALS)}.")
+        if isinstance(signals, str) or not signals or not set(signals) <= set(SIGNALS):
+            raise ValueError(f"signals={signals!r} must be a list of names from {', '.join(SIGNALS)}.")
         for name, value, least, most in (
             ("every_n_steps", every_n_steps, 1, 10**9),
             ("exit_code", exit_code, 0, 255),
@@ -103,7 +97,7 @@ class SpotInterruption(Checkpoint):
         self.signals = tuple(dict.fromkeys(signals))
         self.every_n_steps = every_n_steps
         self.exit_code = exit_code
-        self._told = 0  # the signal that this process got
+        self._note: SignalNote | None = None
         self._listens = False
         self._steps = 0
         self._group: HostGroup | None = None
@@ -125,8 +119,9 @@ class SpotInterruption(Checkpoint):
                 "takes several."
             )
         # What the others do after a batch has to be done before it is saved. A new list: this one is being iterated.
-        trainer.callbacks = [*(c for c in callbacks if c is not self), self]  # type: ignore[attr-defined]
-        self._told = self._steps = 0
+        trainer.callbacks = sorted(callbacks, key=lambda callback: callback is self)  # type: ignore[attr-defined]
+        self._note = SignalNote(self.signals)
+        self._steps = 0
         self._random_states = []
 
     @override
@@ -146,15 +141,7 @@ class SpotInterruption(Checkpoint):
                 )
             self._group = HostGroup("during training")
             self._check_same_start(trainer)
-        if self._random_states:
-            if len(self._random_states) == trainer.world_size:
-                restore_random_states(self._random_states[trainer.global_rank])
-            else:
-                rank_zero_info(
-                    f"The checkpoint has the random states of {len(self._random_states)} ranks, and there are "
-                    f"{trainer.world_size}: random numbers begin anew."
-                )
-            self._random_states = []
+        self._go_on_with_random_numbers(trainer)
         if not all(map(_is_stateful, CombinedLoader(trainer.train_dataloader).flattened)):
             rank_zero_warn(
                 "The training loader has no state_dict: a run that is interrupted within an epoch sees samples of it "
@@ -169,13 +156,13 @@ class SpotInterruption(Checkpoint):
             return
         self._steps += 1
         # What Lightning does at the end of an epoch, and of the run, would be left out at the resume.
-        if self._steps % self.every_n_steps or trainer.is_last_batch or _is_over(trainer):
+        if self._steps % self.every_n_steps or trainer.is_last_batch or _is_over(trainer, trainer.current_epoch):
             return
         self._leave_if_told(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listens and (_is_over(trainer) or trainer.current_epoch + 1 == trainer.max_epochs):
+        if self._listens and _is_over(trainer, trainer.current_epoch + 1):
             self._leave_if_told(trainer)  # else after the first step of the next epoch
 
     @override
@@ -196,18 +183,18 @@ class SpotInterruption(Checkpoint):
         self._listens = False
         self._leave_group()
         if trainer.world_size > 1 and any(part in str(exception) for part in _LOST):
-            _log.error(
-                rank_prefixed_message(
-                    "Another rank has ended, and its own message, if it left one, says why. This one cannot go on "
-                    f"without it and ends. Start all of them again with the newest checkpoint in {self.dirpath}.",
-                    trainer.global_rank,
-                )
+            exception.args = (  # it is on its way already, and its last line is what is read
+                f"Another rank has ended, and its own message, if it left one, says why. Rank {trainer.global_rank} "
+                f"cannot go on without it and ends. Start all of them again with the newest checkpoint in "
+                f"{self.dirpath}. Here: {exception}",
             )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._listens = False
+        listened, self._listens = self._listens, False
         self._leave_group()
+        if listened and self._note is not None:
+            self._note.pass_on()  # it came when all was done, and is for what follows in the script
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -219,15 +206,18 @@ class SpotInterruption(Checkpoint):
         if self._listens or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._listens = True
-        if threading.current_thread() is not threading.main_thread():
+        if self._note is None or not self._note.listen():
             rank_zero_warn("fit runs in a thread, where Python sets no signal handlers: this process hears no signal.")
-            return
-        for name in self.signals:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self._take_note)
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        self._told = number
+    def _go_on_with_random_numbers(self, trainer: pl.Trainer) -> None:
+        states, self._random_states = self._random_states, []
+        if len(states) == trainer.world_size:
+            restore_random_states(states[trainer.global_rank])
+        elif states:
+            rank_zero_info(
+                f"The checkpoint has the random states of {len(states)} ranks, and there are {trainer.world_size}: "
+                "random numbers begin anew."
+            )
 
     def _check_same_start(self, trainer: pl.Trainer) -> None:
         assert self._group is not None
@@ -240,7 +230,8 @@ class SpotInterruption(Checkpoint):
             )
 
     def _leave_if_told(self, trainer: pl.Trainer) -> None:
-        told, by = float(self._told), float(trainer.global_rank if self._told else -1)
+        told = 0.0 if self._note is None else float(self._note.number)
+        by = float(trainer.global_rank) if told else -1.0
         if self._group is not None:
             told, by = self._group.largest([told, by])
         if not told:
@@ -256,30 +247,17 @@ class SpotInterruption(Checkpoint):
         part = self.dirpath / f".{self.filename}.part"
         trainer.save_checkpoint(part)
         if trainer.is_global_zero:
-            _publish(part, Path(self.ckpt_path))
+            publish_checkpoint(part, Path(self.ckpt_path))
         trainer.strategy.barrier("SpotInterruption")
-
-
-def _publish(part: Path, name: Path) -> None:
-    """Give what is complete its name; what had the name is gone only then."""
-    if part.is_file():
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())  # the machine may be gone in a moment
-        if not name.is_dir():
-            part.replace(name)
-            return
-    before = name.with_name(f".{name.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    if name.exists():
-        name.replace(before)
-    part.replace(name)
-    shutil.rmtree(before, ignore_errors=True)
 
 
 def _is_stateful(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _is_over(trainer: pl.Trainer) -> bool:
-    """Whether no step follows this one, whatever the epoch says."""
-    return bool(trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps))
+def _is_over(trainer: pl.Trainer, epochs: int) -> bool:
+    """Whether training ends after these epochs and this step, or would have ended before."""
+    steps, loop = trainer.global_step, trainer.fit_loop
+    may_stop = epochs >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
+    is_last_epoch = loop.max_epochs not in (None, -1) and epochs == loop.max_epochs
+    return is_last_epoch or (trainer.should_stop and may_stop) or (loop.max_steps != -1 and steps >= loop.max_steps)

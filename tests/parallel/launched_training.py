@@ -75,9 +75,9 @@ class Sender(Callback):
         if self.to == "parent":
             if rank == 0:
                 os.kill(os.getppid(), number)
-            (spot,) = (one for one in trainer.callbacks if isinstance(one, SpotInterruption))
+            spot = next((one for one in trainer.callbacks if isinstance(one, SpotInterruption)), None)
             end = time.monotonic() + 30
-            while not spot._told and time.monotonic() < end:
+            while spot is not None and spot._note is not None and not spot._note.number and time.monotonic() < end:
                 time.sleep(0.01)
         elif int(self.to) == rank:
             os.kill(os.getpid(), number)
