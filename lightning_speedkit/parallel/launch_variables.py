@@ -117,6 +117,12 @@ def _by_slurm(variables: Mapping[str, str]) -> Launch:
 
 def _by_lightning(variables: Mapping[str, str], num_nodes: int) -> Launch:
     """The Trainer starts the processes, or this is one that it has started: then there is no RANK."""
+    if {"LOCAL_RANK", "WORLD_SIZE"} <= variables.keys() and "NODE_RANK" not in variables:
+        _refuse_half(  # Lightning sets NODE_RANK for those that it starts
+            variables,
+            _RANK_NAMES,
+            "Set all of them; Lightning makes RANK of NODE_RANK and LOCAL_RANK, so NODE_RANK will do too.",
+        )
     if "LOCAL_RANK" in variables:
         local = whole_number(variables, "LOCAL_RANK")
         if local > 0 or num_nodes > 1 or whole_number(variables, "WORLD_SIZE", 1, default=1) > 1:
