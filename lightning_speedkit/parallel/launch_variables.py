@@ -126,9 +126,9 @@ def _by_lightning(variables: Mapping[str, str], num_nodes: int) -> Launch:
     if "LOCAL_RANK" in variables:
         local = whole_number(variables, "LOCAL_RANK")
         if local > 0 or num_nodes > 1 or whole_number(variables, "WORLD_SIZE", 1, default=1) > 1:
-            _refuse_half(
+            _refuse_half(  # Lightning's MASTER_ADDR is this machine, if it is not set
                 variables,
-                ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+                ("LOCAL_RANK", *(["MASTER_ADDR"] if num_nodes > 1 else []), "MASTER_PORT"),
                 "Each process would choose a port of its own. Set all of them, and NODE_RANK with several machines; "
                 "or unset LOCAL_RANK and let Lightning start the processes.",
             )

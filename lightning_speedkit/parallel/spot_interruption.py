@@ -3,9 +3,9 @@
 What it does: spot and preemptible machines, SLURM and Kubernetes send SIGTERM and kill some seconds later. Lightning's
 own handler talks to the other ranks from within the signal, in the middle of whatever collective is under way, and
 listens to rank 0 only; the run ends with an error of the backend and without a checkpoint (Lightning #20825). Here the
-handler only makes a note. After each optimizer step the ranks tell each other, so all of them leave at the same step; the
-checkpoint is written beside its name and renamed, so it is never half there; it has the random states of all ranks,
-which Lightning's lacks. What it costs: a message of some bytes between the hosts per step.
+handler only makes a note. After each optimizer step the ranks tell each other, so all of them leave at the same step.
+The checkpoint is written beside its name and renamed, so it is never half there; it has the random states of all
+ranks, which Lightning's lacks. What it costs: a message of some bytes between the hosts per step.
 
 Source: Lightning's signal connector and ``OnExceptionCheckpoint``, of which the latter saves at any error, on the rank
 that failed, and so waits for the others.

@@ -35,7 +35,7 @@ LIGHTNING = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADD
         (LIGHTNING, Launch("lightning")),
         ({key: value for key, value in LIGHTNING.items() if key != "WORLD_SIZE"}, Launch("lightning")),  # its 2nd fit
         ({**LIGHTNING, "MASTER_ADDR": "head"}, Launch("lightning")),
-        ({"LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "3000"}, Launch("lightning")),
+        ({"LOCAL_RANK": "1", "MASTER_PORT": "3000"}, Launch("lightning")),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "3000"}, Launch("lightning")),
         ({"WORLD_SIZE": "1"}, Launch("lightning")),
     ],
@@ -71,7 +71,8 @@ def test_slurm_needs_all_four(lacks: str) -> None:
         ({"RANK": "0"}, 1, "RANK=0 is set, and WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"),
         ({"RANK": "", "WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2 is set, and RANK, LOCAL_RANK, "),
         ({"WORLD_SIZE": "2", "MASTER_PORT": "1"}, 1, "WORLD_SIZE=2, MASTER_PORT=1 are set, and RANK, LOCAL_RANK, "),
-        ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 is set, and MASTER_ADDR, MASTER_PORT are not"),
+        ({"LOCAL_RANK": "1"}, 2, "LOCAL_RANK=1 is set, and MASTER_ADDR, MASTER_PORT are not"),
+        ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 is set, and MASTER_PORT is not"),
         (
             {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
             1,
@@ -80,7 +81,7 @@ def test_slurm_needs_all_four(lacks: str) -> None:
         (
             {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "NODE_RANK": "0"},
             1,
-            "LOCAL_RANK=0 is set, and MASTER_ADDR, MASTER_PORT are not",
+            "LOCAL_RANK=0 is set, and MASTER_PORT is not",
         ),
         ({"MASTER_ADDR": "a"}, 2, "MASTER_ADDR=a is set, and NODE_RANK, MASTER_PORT are not. num_nodes=2"),
         ({}, 2, "NODE_RANK, MASTER_ADDR, MASTER_PORT are not. num_nodes=2"),
