@@ -103,7 +103,13 @@ if TYPE_CHECKING or not _IS_COMMAND:
         lr_range_test,
         optimizers_for,
     )
-    from lightning_speedkit.parallel import PipelineStrategy, SpeedkitDDPStrategy
+    from lightning_speedkit.parallel import (
+        HangWatch,
+        ModelParallelPlan,
+        PipelineStrategy,
+        SpeedkitDDPStrategy,
+        suggest_strategy,
+    )
     from lightning_speedkit.precision import (
         ChannelsLast,
         CompileModel,
@@ -135,6 +141,7 @@ __all__ = [
     "FakeQuantization",
     "Float8Precision",
     "GradientClipping",
+    "HangWatch",
     "ImageField",
     "LMDBDataModule",
     "LMDBDataset",
@@ -144,6 +151,7 @@ __all__ = [
     "LoaderSettingsSearch",
     "MatmulPrecision",
     "MixUp",
+    "ModelParallelPlan",
     "NonFiniteGuard",
     "Normalize",
     "OOMSnapshot",
@@ -194,6 +202,7 @@ __all__ = [
     "shrink_model",
     "stage_to_local",
     "suggest_loader",
+    "suggest_strategy",
     "trainer_kwargs",
     "verify_lmdb",
     "write_lmdb",

@@ -74,6 +74,9 @@ class Preset:
     ``"devices>=2"``        that many accelerators; a CPU can run any number of processes
     ``"extra:quant"``       the libraries of that extra of this package
     ======================  =====================================================================
+
+    ``not_beside`` are names of presets that its callbacks refuse in one run, each with the reason: named together they
+    are an error before anything is built.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Preset:
     patch: TrainerPatch | Callable[[Hardware], TrainerPatch] = TrainerPatch()
     includes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    not_beside: Mapping[str, str] = field(default_factory=dict)
 
     def patch_for(self, hardware: Hardware) -> TrainerPatch:
         """The preset's own patch on this hardware, without what it includes."""

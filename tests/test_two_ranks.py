@@ -63,7 +63,7 @@ def test_a_case_that_hangs_is_named_with_the_place() -> None:
     with pytest.raises(AssertionError) as error:
         on_two_ranks(_hang, "1", timeout=3.0)
     text = str(error.value)
-    assert text.startswith("_hang('1') on two ranks")
+    assert text.startswith("_hang('1') on 2 ranks")
     assert "rank 0 ended with exit code 0\nthe words before" in text
     assert "rank 1 hangs" in text
     assert "in _hang" in text  # the line that faulthandler printed

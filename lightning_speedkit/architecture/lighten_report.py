@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,10 +106,18 @@ class LightenReport:
         return Table(header, rows, caption=self.describe())
 
     def __str__(self) -> str:
-        """The line, a line for each replaced layer, and one for each that was left."""
+        """The line, the table of the replaced layers under its headings, and a line for each that was left."""
         lines = [self.describe()]
-        lines += [f"  {' | '.join(row)}" for row in self.table().cells()]
+        table = self.table()
+        if table.rows:
+            lines += _columns([tuple(table.header), *table.cells()])
         return "\n".join([*lines, *(f"  {name or 'the model'} stays: {why}" for name, why in self.left.items())])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Each row as a line, in columns as wide as their longest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {' | '.join(t.ljust(w) for t, w in zip(row, widths, strict=True))}".rstrip() for row in rows]
 
 
 def read_plan(plan: Any, layers: Mapping[str, nn.Module], left: Mapping[str, str]) -> dict[str, tuple[int, int]]:

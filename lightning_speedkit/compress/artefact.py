@@ -82,7 +82,8 @@ def load_quantized(
         path: The folder that :class:`QuantizeOnFitEnd` or :meth:`Converted.save` wrote, or a file in it.
         module: A float model of the same structure, with any weights, such as ``MyModule(**arguments)``. It is copied
             and stays as it is. Only the format ``"state_dict"`` needs it. With the others, it gives the result its
-            class: a LightningModule whose network is the quantized one.
+            class: a LightningModule whose network is the quantized one. The graphs hold the quantized weights, so
+            ``state_dict()`` of the result still gives those of ``module`` for what the graphs run, which nothing reads.
         format: ``"state_dict"``, ``"pt2"`` or ``"onnx"``, where the folder has several; by default the first.
 
     Returns:
@@ -91,7 +92,7 @@ def load_quantized(
 
     Raises:
         QuantizationError: A file is damaged, cut, missing or foreign (the message names it), or ``module`` has another
-            structure, or is needed and was not given.
+            structure (the message names a weight that differs), or is needed and was not given.
         FileNotFoundError: There is nothing at ``path``.
         MissingExtraError: The engine that runs it is not installed.
 

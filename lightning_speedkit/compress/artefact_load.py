@@ -19,6 +19,7 @@ from lightning_speedkit.compress.exported import ProgramModule, quiet_export
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.onnx_module import OnnxModule, install
 from lightning_speedkit.compress.pt2_check import check_program_file
+from lightning_speedkit.compress.weight_shapes import shape_difference, weight_shapes
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["load_from_folder"]
@@ -50,9 +51,12 @@ def load_from_folder(
     if not parts or not {file for _, file, _ in parts} | {told.get("rest") or parts[0][1]} <= files.keys():
         raise QuantizationError(f"{folder / MANIFEST_FILE} is damaged: its parts are not the files that it names.")
     _warn_of_overflow(folder, told)
+    twin = None if module is None else float_copy(module)
+    if twin is not None:
+        _refuse_foreign(twin, told, folder)
     run = {name: _runner(chosen, files[file], form, folder / file) for name, file, form in parts}
-    if module is not None:
-        result = _installed(float_copy(module), run, folder)
+    if twin is not None:
+        result = _installed(twin, run, folder)
         return _with_rest(result, files[told["rest"]], folder) if told.get("rest") else result
     if told.get("is_partial"):
         raise QuantizationError(
@@ -67,6 +71,22 @@ def load_from_folder(
     if len(run) == 1:
         return next(iter(run.values()))
     return _tree(run)
+
+
+def _refuse_foreign(twin: nn.Module, told: Mapping[str, Any], folder: Path) -> None:
+    """QuantizationError if the weights of ``twin`` are not those that the manifest names, as far as it names any."""
+    if (saved := told.get("weights")) is None:
+        return
+    try:
+        difference = shape_difference(weight_shapes(twin), dict(saved.items()))
+    except (AttributeError, TypeError) as error:
+        raise QuantizationError(f"{folder / MANIFEST_FILE} is damaged: {error!r}.") from error
+    if difference:
+        without = "" if told.get("is_partial") else f", or no model: load_quantized({str(folder)!r})"
+        raise QuantizationError(
+            f"The network in {folder} was made from another one than a {type(twin).__name__} like this: {difference}. "
+            f"Pass a float model with the same layers, with any weights{without}."
+        )
 
 
 def _runner(format: str, content: bytes, form: CallForm, path: Path) -> nn.Module:

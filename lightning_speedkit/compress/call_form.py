@@ -15,11 +15,11 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_speedkit.compress.call_difference import TENSOR, difference, refusal_of_call, same, tensor_names
 from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["CallForm", "form_of", "tensors_of"]
 
-_TENSOR = "<tensor>"
 _PLAIN = (type(None), bool, int, float, str)
 _KINDS = {kind.name: kind for kind in (
     inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL,
@@ -47,24 +47,37 @@ class CallForm:
     @property
     def count(self) -> int:
         """How many tensors one call has."""
-        found: list[str] = []
-        apply_to_collection(dict(self.arguments), str, lambda text: found.append(text) if text == _TENSOR else None)
-        return len(found)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """How a caller names each of these tensors, in the order of the inputs: ``x``, ``batch['mask']``."""
+        return tensor_names(self.arguments, spread=self._spread)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors among the arguments of one call, in the order of the inputs; ValueError if they have no place."""
+        found, tensors = self._bound(args, kwargs)
+        if not same(found, self.arguments):
+            raise ValueError(refusal_of_call(self.name, self.arguments, found, spread=self._spread))
+        return tensors
+
+    def difference(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """What is otherwise in another call, in words; empty if it has this form."""
+        found, _ = self._bound(args, kwargs)
+        return "" if same(found, self.arguments) else difference(self.arguments, found, spread=self._spread)
+
+    @property
+    def _spread(self) -> tuple[str, ...]:
+        return tuple(name for name, kind, _, _ in self.parameters if kind == "VAR_KEYWORD")
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         bound = inspect.Signature(
             [inspect.Parameter(n, _KINDS[kind], default=d) if has else inspect.Parameter(n, _KINDS[kind])
              for n, kind, d, has in self.parameters]
         ).bind(*args, **kwargs)  # fmt: skip
         bound.apply_defaults()
         found, tensors = _marked(dict(bound.arguments))
-        if not _same(found, self.arguments):
-            raise ValueError(
-                f"The quantized forward of {self.name} was made for the arguments {_said(self.arguments)} and cannot "
-                f"answer {_said(found)}. Call it as on the calibration batches."
-            )
-        return tensors
+        return found, tensors
 
     def filled(self, arguments: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments that hold ``arguments``."""
@@ -85,7 +98,7 @@ class CallForm:
 
     def answered(self, outputs: Iterable[Tensor]) -> Any:
         """``outputs`` in the structure that the network answers with."""
-        return next(iter(outputs)) if self.answer == _TENSOR else _filled(self.answer, iter(outputs))
+        return next(iter(outputs)) if self.answer == TENSOR else _filled(self.answer, iter(outputs))
 
     def to_plain(self) -> dict[str, Any]:
         """Lists, dicts, numbers and strings; a container of another kind becomes the nearest of ``dict`` and tuple."""
@@ -144,14 +157,14 @@ def _marked(value: Any) -> tuple[Any, list[Tensor]]:
 
     def mark(tensor: Tensor) -> str:
         tensors.append(tensor)
-        return _TENSOR
+        return TENSOR
 
     return apply_to_collection(value, Tensor, mark, allow_frozen=True), tensors
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
     return apply_to_collection(
-        copy.deepcopy(value), str, lambda text: next(tensors) if text == _TENSOR else text, allow_frozen=True
+        copy.deepcopy(value), str, lambda text: next(tensors) if text == TENSOR else text, allow_frozen=True
     )
 
 
@@ -178,14 +191,3 @@ def _decoded(value: Any) -> Any:
     if kind == "dict":
         return {key: _decoded(part) for key, part in parts}
     return [_decoded(part) for part in parts] if kind == "list" else tuple(_decoded(part) for part in parts)
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:  # an array of NumPy answers with one truth value per element
-        return False
-
-
-def _said(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())

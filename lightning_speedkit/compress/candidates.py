@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_speedkit.compress.calls import Call, first_sample
+from lightning_speedkit.compress.call_form import tensors_of
+from lightning_speedkit.compress.calls import Call, call_with, first_sample
 from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, Prepared
 from lightning_speedkit.compress.float_copy import copy_module
 from lightning_speedkit.compress.quality import alternating_seconds
@@ -16,7 +20,7 @@ from lightning_speedkit.compress.report import CandidateReport
 from lightning_speedkit.compress.self_check import SelfCheck, calls_on, check_copy
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
-__all__ = ["Candidate", "float_as_it_runs", "make_candidate", "time_all"]
+__all__ = ["Candidate", "float_as_it_runs", "make_candidate", "needed_arguments", "time_all"]
 
 
 @dataclass(slots=True)
@@ -92,6 +96,55 @@ def make_candidate(
         return candidate
     candidate.convert(floating, calls, skip, device)
     return candidate
+
+
+def needed_arguments(floating: nn.Module, copy: nn.Module, calls: Sequence[Call], device: str = "cpu") -> list[str]:
+    """Arguments given in ``calls`` that ``floating`` can do without and ``copy`` cannot, such as labels.
+
+    >>> class Net(nn.Linear):
+    ...     def forward(self, x, labels=None):
+    ...         return super().forward(x)
+    >>> class Graph(Net):
+    ...     def forward(self, x, labels):
+    ...         return super().forward(x)
+    >>> needed_arguments(Net(2, 1), Graph(2, 1), [Call("", (torch.ones(1, 2), torch.ones(1)), {})])
+    ['labels']
+    """
+    found: list[str] = []
+    for call in {call.name: call for call in reversed(calls)}.values():
+        original, twin = floating.get_submodule(call.name), copy.get_submodule(call.name)
+        for name, shorter in _shorter(original, call):
+            if _answers(original, shorter) and not _answers(twin, calls_on([shorter], device)[0]):
+                found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _shorter(module: nn.Module, call: Call) -> Iterator[tuple[str, Call]]:
+    """``call`` without one of its tensors that need not be given, and the name of that argument."""
+    signature = inspect.signature(module.forward)
+    given = dict(signature.bind(*call.args, **call.kwargs).arguments)
+
+    def with_only(arguments: dict[str, Any]) -> Call:
+        bound = inspect.BoundArguments(signature, OrderedDict(arguments))
+        return Call(call.name, bound.args, bound.kwargs)
+
+    for name, value in given.items():
+        parameter = signature.parameters[name]
+        if parameter.default is not inspect.Parameter.empty and tensors_of(value):
+            yield name, with_only({key: other for key, other in given.items() if key != name})
+        for key in (key for key, part in value.items() if tensors_of(part)) if type(value) is dict else ():
+            fewer = {other: part for other, part in value.items() if other != key}
+            is_spread = parameter.kind is inspect.Parameter.VAR_KEYWORD
+            yield key if is_spread else f"{name}[{key!r}]", with_only({**given, name: fewer})
+
+
+def _answers(module: nn.Module, call: Call) -> bool:
+    try:
+        with torch.no_grad():
+            call_with(module, call)
+    except Exception:  # the code of the user, and runtimes
+        return False
+    return True
 
 
 def float_as_it_runs(module: nn.Module, floating: nn.Module, device: str) -> nn.Module:

@@ -13,18 +13,18 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_speedkit.compress.calls import Call, first_sample, replay
+from lightning_speedkit.compress.choice import check_choice
 from lightning_speedkit.compress.float_copy import fingerprint, float_copy
 from lightning_speedkit.compress.int8 import Int8Model, make_int8, static_method
 from lightning_speedkit.compress.quality import relative_error
 from lightning_speedkit.compress.torch_ao import CONVOLUTIONS
-from lightning_speedkit.errors import QuantizationError, did_you_mean
+from lightning_speedkit.errors import QuantizationError
 from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = [
     "BACKENDS",
     "QuantizationDetails",
     "call_of",
-    "check_choice",
     "checked_int8",
     "details_of",
     "methods_of",
@@ -190,10 +190,3 @@ def details_of(made: Int8Model, error: float) -> QuantizationDetails:
         relative_error=error,
         recipe=made.recipe,
     )
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """A ValueError that names the nearest allowed value if ``value`` is none of them."""
-    if value not in allowed:
-        hint = did_you_mean(value, allowed, most=1, cutoff=0.4)
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")

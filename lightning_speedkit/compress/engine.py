@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from lightning_speedkit.compress.calls import Call
+from lightning_speedkit.compress.choice import check_choice
 
 __all__ = [
     "ENGINES",
@@ -202,8 +203,6 @@ def engines_for(scheme: str, device: str = "cpu", objective: str = "latency") ->
     >>> [engine.name for engine in engines_for("weight-only-int8")]
     ['torchao-weight-int8']
     """
-    from lightning_speedkit.compress.conversion import check_choice
-
     check_choice("scheme", scheme, SCHEMES)
     check_choice("device", device, _BOTH)
     check_choice("objective", objective, ("latency", "size"))
@@ -221,8 +220,6 @@ def engine_named(name: str) -> Engine:
     >>> engine_named("torch-ao-dynamic").scheme
     'dynamic-int8'
     """
-    from lightning_speedkit.compress.conversion import check_choice
-
     known = {engine.name: engine for engine in ENGINES}
     check_choice("backend", name, tuple(known))
     return known[name]

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_speedkit.compress.call_form import CallForm, form_of, tensors_of
 from lightning_speedkit.compress.calls import Call, call_with
+from lightning_speedkit.compress.tensor_inputs import TensorInput, check_inputs
 from lightning_speedkit.errors import QuantizationError
 
 __all__ = ["ExportedPart", "ProgramModule", "export_part", "quiet_export"]
@@ -42,9 +43,12 @@ def export_part(module: nn.Module, name: str, calls: Sequence[Call]) -> Exported
     with torch.no_grad():
         form = form_of(module, calls[0].args, calls[0].kwargs, call_with(module, calls[0]))
     try:
-        inputs = [form.tensors(call.args, call.kwargs) for call in calls]
-    except (TypeError, ValueError) as error:
+        others = [form.difference(call.args, call.kwargs) for call in calls]
+    except TypeError as error:
         raise QuantizationError(f"it is called in several ways ({error})") from error
+    if other := next(filter(None, others), None):
+        raise QuantizationError(f"it is called in several ways ({other})")
+    inputs = [form.tensors(call.args, call.kwargs) for call in calls]
     example, shapes = _example(inputs)
     flat = _Flat(module, form).eval()
     try:
@@ -70,22 +74,38 @@ class _Flat(nn.Module):
 
 
 class ProgramModule(nn.Module):
-    """Runs a program of ``torch.export`` for the calls that ``form`` describes."""
+    """Runs a program of ``torch.export`` for the calls that ``form`` describes; another shape is a ValueError."""
 
     def __init__(self, program: torch.export.ExportedProgram, form: CallForm) -> None:
         super().__init__()
         self.program, self.form = program.module(), form
+        self._inputs = _inputs_of(program, form)
         self.training = False  # a program is of one mode, and refuses to be asked for another
         for parameter in self.parameters():
             parameter.requires_grad_(False)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.form.answered(self.program(*self.form.tensors(args, kwargs)))
+        tensors = self.form.tensors(args, kwargs)
+        check_inputs(self.form.name, self._inputs, tensors)
+        return self.form.answered(self.program(*tensors))
 
     @override
     def train(self, mode: bool = True) -> ProgramModule:
         return self
+
+
+def _inputs_of(program: torch.export.ExportedProgram, form: CallForm) -> list[TensorInput | None]:
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    found = [nodes.get(str(name)) for name in program.graph_signature.user_inputs]
+    if len(found) != form.count:
+        return [None] * form.count
+    return [
+        TensorInput(name, tuple(size if isinstance(size, int) else None for size in value.shape), value.dtype)
+        if isinstance(value, Tensor)
+        else None
+        for name, value in zip(form.names, found, strict=True)
+    ]
 
 
 def _example(inputs: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], tuple[dict[int, Any], ...]]:

@@ -33,9 +33,10 @@ from lightning_speedkit.compress.torch_ao import (
     quantized_engine,
     static_refusal,
 )
+from lightning_speedkit.compress.weight_shapes import shape_difference, weight_shapes
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["Int8Model", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
+__all__ = ["Int8Model", "containers", "follow_recipe", "make_int8", "static_method", "weighted_layers"]
 
 
 @dataclass(slots=True)
@@ -55,6 +56,26 @@ def weighted_layers(root: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in root.named_modules()
         if name not in metrics and any(weight.ndim >= 2 for weight in module.parameters(recurse=False))
+    }
+
+
+def containers(root: nn.Module) -> set[str]:
+    """Those of :func:`weighted_layers` that hold a raw parameter beside layers of their own, and so are no layers.
+
+    Such as a transformer with an ``nn.Parameter`` for its positions. ``nn.MultiheadAttention`` is a layer all the same.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> net.positions = nn.Parameter(torch.zeros(5, 2))
+    >>> list(weighted_layers(net)), containers(net)
+    (['', '0'], {''})
+    """
+    layers = weighted_layers(root)
+    return {
+        name
+        for name, module in layers.items()
+        if not isinstance(module, nn.MultiheadAttention)
+        and any(other != name and (not name or other.startswith(f"{name}.")) for other in layers)
     }
 
 
@@ -98,19 +119,15 @@ def make_int8(floating: nn.Module, calls: Sequence[Call], *, method: str, skip: 
         "static": [part.recipe() for part in parts],
         "dynamic": dynamic,
         "float": kept_float,
-        "shapes": _shapes(floating),
+        "shapes": weight_shapes(floating),
     }
     return _described(floating, result, recipe, used, reasons)
 
 
 def follow_recipe(floating: nn.Module, recipe: Mapping[str, Any]) -> nn.Module:
     """``floating`` with the structure of the int8 model that ``recipe`` describes; its weights are still to come."""
-    if (shapes := _shapes(floating)) != recipe["shapes"]:
-        names = sorted(name for name in {*shapes, *recipe["shapes"]} if shapes.get(name) != recipe["shapes"].get(name))
-        first = names[0] if names else "order"
-        raise QuantizationError(
-            f"its parameter {first!r} has shape {shapes.get(first)}, in the file {recipe['shapes'].get(first)}"
-        )
+    if difference := shape_difference(weight_shapes(floating), recipe["shapes"]):  # int8 layers load any shape
+        raise QuantizationError(difference)
     pristine = copy_module(floating)
     for entry in recipe["static"]:
         part = part_from_recipe(pristine, entry, engine=recipe["engine"], kept_float=recipe["float"])
@@ -125,10 +142,12 @@ def _described(
 ) -> Int8Model:
     layers = weighted_layers(floating)
     holders = {entry["name"] for entry in recipe["static"] if entry["is_layer"]}
-    now = dict(result.named_modules())
+    now, holders_only = dict(result.named_modules()), containers(floating)
     quantized = [n for n in layers if is_quantized(now[f"{n}.0".lstrip(".") if n in holders else n])]
     skipped = {
-        name: _why(name, layer, recipe, used, reasons) for name, layer in layers.items() if name not in quantized
+        name: _why(name, layer, recipe, used, reasons)
+        for name, layer in layers.items()
+        if name not in quantized and name not in holders_only
     }
     return Int8Model(result, recipe, tuple(quantized), skipped)
 
@@ -150,8 +169,3 @@ def _why(
     if type(layer) in (*CONVOLUTIONS, nn.Linear) and owners:
         return reasons[max(owners, key=len)]
     return dynamic_refusal(layer) or "outside the int8 parts"
-
-
-def _shapes(floating: nn.Module) -> dict[str, tuple[int, ...]]:
-    # int8 layers load weights of any shape without a word
-    return {name: tuple(weight.shape) for name, weight in floating.named_parameters()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.cpu_int8 import has_exact_int8
 from lightning_speedkit.compress.engine import FLOAT32, Artefact, Converted
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.onnx_graph import graph_bytes, layer_of_node
 from lightning_speedkit.compress.onnx_module import OnnxModule, install, missing_onnx
@@ -34,6 +34,7 @@ from lightning_speedkit.compress.onnx_quantize import (
     quantized_numbers,
     static_int8,
 )
+from lightning_speedkit.compress.weight_shapes import weight_shapes
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["OnnxArtefact", "OnnxPrepared", "missing", "prepare"]
@@ -107,7 +108,14 @@ class OnnxPrepared:
             raise QuantizationError(f"No layer could be quantized: {_listed(self._skipped(set(), skip))}.")
         layers = weighted_layers(self.floating)
         recipe = {"engine": _NAMES[self.scheme], "scheme": self.scheme, "full_range": exact and self.scheme != FLOAT32}
-        artefact = OnnxArtefact(runners, {part.name: part for part in self.parts}, recipe, result, bool(self.reasons))
+        artefact = OnnxArtefact(
+            runners,
+            {part.name: part for part in self.parts},
+            recipe,
+            result,
+            bool(self.reasons),
+            weight_shapes(self.floating),
+        )
         artefacts: dict[str, Artefact] = {"onnx": artefact}
         return Converted(
             result.eval(),
@@ -128,11 +136,11 @@ class OnnxPrepared:
         return graph_bytes(part.graph.model)
 
     def _skipped(self, quantized: set[str], skip: Sequence[str]) -> dict[str, str]:
-        able = set(self.layers)
+        able, no_layers = set(self.layers), containers(self.floating)
         return {
             name: self._why(name, layer, able, skip)
             for name, layer in weighted_layers(self.floating).items()
-            if name not in quantized
+            if name not in quantized and name not in no_layers
         }
 
     def _why(self, name: str, layer: nn.Module, able: set[str], skip: Sequence[str]) -> str:
@@ -155,7 +163,8 @@ class OnnxPrepared:
 class OnnxArtefact:
     """Writes each part as an ONNX graph, and the state of what is outside of them.
 
-    ``is_partial`` says that code of the network runs between the parts, so that loading needs the network.
+    ``is_partial`` says that code of the network runs between the parts, so that loading needs the network. ``weights``
+    are the shapes of the float network's, by which a foreign one is refused when it is loaded.
     """
 
     runners: Mapping[str, OnnxModule]
@@ -163,6 +172,7 @@ class OnnxArtefact:
     recipe: Mapping[str, Any]
     whole: nn.Module
     is_partial: bool
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Mapping[str, Any]:
         """Write ``model.onnx`` (and so on) into ``folder``."""
@@ -181,6 +191,7 @@ class OnnxArtefact:
             "parts": told,
             "rest": REST_FILE if rest else None,
             "is_partial": self.is_partial,
+            "weights": {name: list(shape) for name, shape in self.weights.items()},
             "full_range": self.recipe["full_range"],
         }
 

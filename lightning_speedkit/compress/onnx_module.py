@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from lightning_speedkit.compress.call_form import CallForm
 from lightning_speedkit.compress.float_copy import replace_module
+from lightning_speedkit.compress.tensor_inputs import TensorInput, check_inputs
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["OnnxModule", "install", "missing_onnx", "new_session"]
@@ -44,27 +46,37 @@ class OnnxModule(nn.Module):
     """Runs ``graph``, the bytes of an ONNX model, for the calls that ``form`` describes.
 
     It has no parameters: the weights are in the graph. Inputs are taken to the CPU and to the dtype that the graph
-    asks for; outputs are new tensors without a gradient. A copy makes a session of its own.
+    asks for; outputs are new tensors without a gradient. A copy makes a session of its own. A tensor that the graph
+    does not take, by its shape or because its dtype is of another kind, is a ValueError.
     """
 
     def __init__(self, graph: bytes, form: CallForm) -> None:
         super().__init__()
         self.graph, self.form = graph, form
         self._session: Any = None
-        self._dtypes: list[torch.dtype] = []
-        self._names: list[str] = []
+        self._inputs: list[TensorInput | None] = []
         self._open()
         self.eval()
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.form.tensors(args, kwargs)
+        check_inputs(self.form.name, self._inputs, tensors)
         feed = {
-            name: tensor.detach().to("cpu", dtype).contiguous().numpy()
-            for name, dtype, tensor in zip(self._names, self._dtypes, tensors, strict=True)
-            if name
+            f"input_{index}": tensor.detach().to("cpu", wanted.dtype).contiguous().numpy()
+            for index, (wanted, tensor) in enumerate(zip(self._inputs, tensors, strict=True))
+            if wanted is not None
         }
-        return self.form.answered(torch.as_tensor(array) for array in self._session.run(None, feed))
+        try:
+            arrays = self._session.run(None, feed)
+        except Exception as error:  # onnxruntime has an exception class for each of its own codes
+            got = "; ".join(f"{name} {tuple(t.shape)}" for name, t in zip(self.form.names, tensors, strict=True))
+            said = " ".join(str(error).split())
+            raise QuantizationError(
+                f"ONNX Runtime cannot run the quantized forward of {self.form.name} ({type(error).__name__}: {said}). "
+                f"It got the shapes {got}; sizes that belong together, such as those of one batch, have to be equal."
+            ) from error
+        return self.form.answered(map(torch.as_tensor, arrays))
 
     @override
     def extra_repr(self) -> str:
@@ -72,11 +84,13 @@ class OnnxModule(nn.Module):
 
     def _open(self) -> None:
         self._session = new_session(self.graph)
-        inputs = {value.name: value.type for value in self._session.get_inputs()}
         # an input that the network does not use is not an input of the graph
-        names = [f"input_{index}" for index in range(self.form.count)]
-        self._names = [name if name in inputs else "" for name in names]
-        self._dtypes = [_DTYPES[inputs[name]] if name in inputs else torch.float32 for name in names]
+        found = {value.name: value for value in self._session.get_inputs()}
+        own = [found.get(f"input_{index}") for index in range(self.form.count)]
+        self._inputs = [
+            None if value is None else TensorInput(name, _sizes(value.shape), _DTYPES[value.type], converts=True)
+            for name, value in zip(self.form.names, own, strict=True)
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_session": None}
@@ -92,6 +106,10 @@ _DTYPES = {
     "tensor(int64)": torch.int64, "tensor(int32)": torch.int32, "tensor(int16)": torch.int16,
     "tensor(int8)": torch.int8, "tensor(uint8)": torch.uint8, "tensor(bool)": torch.bool,
 }  # fmt: skip
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in shape)
 
 
 def install(root: nn.Module, name: str, runner: nn.Module) -> nn.Module:

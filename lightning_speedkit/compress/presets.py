@@ -10,6 +10,9 @@ from lightning_speedkit.registry import Part, Preset, TrainerPatch
 
 __all__ = ["PRESETS"]
 
+_COPIES = "it keeps copies of tensors in their old shapes; use it in a second fit, of the shrunk model"
+_COMPILED = "a network is compiled for the shapes that it has; shrink it first, and compile it in a second fit"
+
 PRESETS: tuple[Preset, ...] = (
     Preset(
         name="quantize-int8",
@@ -41,5 +44,10 @@ PRESETS: tuple[Preset, ...] = (
         summary="Half the channels, units and heads removed during training, so that the network is really smaller.",
         patch=TrainerPatch(callbacks=(Part(StructuredPruning, {"ratio": 0.5}),)),
         needs=("extra:prune",),
+        not_beside={
+            **dict.fromkeys(("compile", "compile-blocks"), _COMPILED),
+            **dict.fromkeys(("ema", "swa", "guard-non-finite", "guard-spikes", "guard-rollback"), _COPIES),
+            **dict.fromkeys(("prune", "prune-2-4", "quantize-aware"), _COPIES),
+        },
     ),
 )

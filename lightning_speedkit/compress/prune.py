@@ -44,6 +44,7 @@ from lightning_speedkit.compress.prune_fit import FitPruning
 from lightning_speedkit.compress.prune_masks import PruningMasks
 from lightning_speedkit.compress.prune_semi_structured import runs_semi_structured, to_semi_structured
 from lightning_speedkit.compress.prune_targets import frozen_weights, prunable_weights
+from lightning_speedkit.compress.quantize_fit import is_trial_run, why_untrained
 from lightning_speedkit.measure.lightning_hooks import leave_logged
 from lightning_speedkit.measure.lightning_internals import logs_this_step
 from lightning_speedkit.measure.one_of_a_kind import OneOfAKind
@@ -250,6 +251,8 @@ class Pruning(OneOfAKind):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._fit is None and self.target_sparsity and not is_trial_run(trainer):
+            rank_zero_warn(f"Pruning did nothing: no batch was trained ({why_untrained(trainer)}).")
         device = trainer.strategy.root_device
         if self._fit is None or self.pattern is None or not self._fit.is_done or not runs_semi_structured(device):
             return

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.choice import check_choice
 
 __all__ = ["check_pruning", "check_sparsity", "planned_steps", "refuse_pruning", "resolved_steps", "run_last"]
 

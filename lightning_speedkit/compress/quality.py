@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["alternating_seconds", "metric_direction", "metric_drop", "relative_error", "serialized_bytes"]
+__all__ = ["alternating_seconds", "drop_text", "metric_direction", "metric_drop", "relative_error", "serialized_bytes"]
 
 _LOWER_IS_BETTER = (
     "loss", "error", "err", "mse", "mae", "rmse", "mape", "nll", "perplexity", "ppl", "wer", "cer", "fid", "bpc", "bpb",
@@ -114,3 +114,14 @@ def metric_drop(before: float, after: float, mode: str) -> float:
     if before == after:
         return 0.0
     return (after - before) / abs(before) if before else float("inf") * (1 if after > before else -1)
+
+
+def drop_text(drop: float) -> str:
+    """What :func:`metric_drop` gave, in words: a metric that became better has gained.
+
+    >>> drop_text(0.025), drop_text(-0.00252), drop_text(0.0), drop_text(float("inf"))
+    ('a drop of 0.025', 'a gain of 0.00252', 'no drop', 'a drop of inf')
+    """
+    if drop == 0:
+        return "no drop"
+    return f"a gain of {-drop:.3g}" if drop < 0 else f"a drop of {drop:.3g}"

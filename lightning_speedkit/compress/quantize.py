@@ -31,13 +31,20 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_speedkit.compress.artefact import load_quantized, save_quantized
-from lightning_speedkit.compress.conversion import QuantizationDetails, check_choice, quantize_model
+from lightning_speedkit.compress.choice import check_choice
+from lightning_speedkit.compress.conversion import QuantizationDetails, quantize_model
 from lightning_speedkit.compress.engine import FORMATS, SCHEMES, engine_named
 from lightning_speedkit.compress.judge import Judge
 from lightning_speedkit.compress.kept_batches import KeptBatches, planned_batches
 from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.quantize_arguments import check_skip
-from lightning_speedkit.compress.quantize_fit import is_trial_run, monitored, validation_data, with_best_weights
+from lightning_speedkit.compress.quantize_fit import (
+    is_trial_run,
+    monitored,
+    validation_data,
+    why_untrained,
+    with_best_weights,
+)
 from lightning_speedkit.compress.rank_wait import RankWait
 from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.result_files import refuse_folder, write_result
@@ -244,10 +251,11 @@ class QuantizeOnFitEnd(Callback):
         if is_trial_run(trainer):
             rank_zero_info("QuantizeOnFitEnd does nothing in fast_dev_run and barebones.")
             return
-        if self._wait is None or (trainer.is_global_zero and not self._kept.batches):
-            rank_zero_warn("QuantizeOnFitEnd saw no batch in this fit, so there is nothing to calibrate with.")
-        if self._wait is None:  # nothing was trained
+        if self._wait is None:
+            rank_zero_warn(f"QuantizeOnFitEnd did nothing: no batch was trained ({why_untrained(trainer)}).")
             return
+        if trainer.is_global_zero and not self._kept.batches:
+            rank_zero_warn("QuantizeOnFitEnd saw no batch in this fit, so there is nothing to calibrate with.")
         failure: BaseException | None = None
         if trainer.is_global_zero and self._kept.batches:
             try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_speedkit.compress.calls import Call, replay
 from lightning_speedkit.compress.conversion import call_of
 from lightning_speedkit.compress.float_copy import refuse_lazy
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.module_names import check_names, matches, plain_name
 from lightning_speedkit.errors import QuantizationError, did_you_mean
 
@@ -31,7 +31,7 @@ def check_skip(model: nn.Module, skip: object) -> list[str]:
     modules = [plain_name(name) for name, _ in model.named_modules() if name]
     for entry in names:
         if not any(matches(name, [entry]) for name in modules):
-            layers = [plain_name(name) for name in weighted_layers(model)]
+            layers = [plain_name(name) for name in weighted_layers(model) if name not in containers(model)]
             known = ", ".join(map(repr, layers[:12])) or "none"
             raise ValueError(
                 f"skip={entry!r} matches no module.{did_you_mean(entry, modules, most=1)} Layers: {known}."

@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_speedkit.compress.module_names import check_names
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_layers import FakeQuantization, check_fake_scheme
+from lightning_speedkit.compress.quantize_fit import is_trial_run, why_untrained
 
 __all__ = ["FakeQuantization", "QuantizationAwareTraining"]
 
@@ -100,7 +101,7 @@ class QuantizationAwareTraining(Callback):
         self.skip = check_names("skip", skip)
         self.weight_bits, self.activation_bits = weight_bits, activation_bits
         self._fake: FakeQuantization | None = None
-        self._removed = True
+        self._removed, self._has_begun = True, False
         self._restored: dict[str, Tensor] = {}
 
     @property
@@ -129,10 +130,11 @@ class QuantizationAwareTraining(Callback):
                 "device and DDP, where each process has whole weights. Remove the callback."
             )
         self._remove()
-        self._fake, self._restored = None, {}
+        self._fake, self._restored, self._has_begun = None, {}, False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_begun = True
         if any(isinstance(value, float) for value in (self.start, self.freeze_ranges)):
             _shares_done(trainer, 0)  # raises now rather than later
         check_skip(pl_module, self.skip)
@@ -175,6 +177,11 @@ class QuantizationAwareTraining(Callback):
                 f"QuantizationAwareTraining never started, and the model was trained in float: {self._why(trainer)}"
             )
         self._remove()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._has_begun and not is_trial_run(trainer):
+            rank_zero_warn(f"QuantizationAwareTraining did nothing: no batch was trained ({why_untrained(trainer)}).")
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

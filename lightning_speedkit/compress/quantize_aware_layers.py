@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_speedkit.compress.calls import inside_metrics
-from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.choice import check_choice
 from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.quantize_arguments import check_skip
 from lightning_speedkit.compress.quantize_aware_forward import (

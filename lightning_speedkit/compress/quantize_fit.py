@@ -13,7 +13,7 @@ from lightning_speedkit.compress.float_copy import copy_module
 from lightning_speedkit.compress.judge import ValidationData
 from lightning_speedkit.errors import QuantizationError
 
-__all__ = ["is_trial_run", "monitored", "validation_data", "with_best_weights"]
+__all__ = ["is_trial_run", "monitored", "validation_data", "why_untrained", "with_best_weights"]
 
 
 def with_best_weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> pl.LightningModule:
@@ -49,6 +49,17 @@ def _read_checkpoint(trainer: pl.Trainer, path: str) -> dict[str, Any]:
 def is_trial_run(trainer: pl.Trainer) -> bool:
     """Whether the fit only tries the code (``fast_dev_run``) or measures the Trainer (``barebones``)."""
     return bool(getattr(trainer, "fast_dev_run", False)) or trainer.barebones
+
+
+def why_untrained(trainer: pl.Trainer) -> str:
+    """Why a fit that is over has trained no batch, as far as the Trainer tells."""
+    asked = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "limit_train_batches")}
+    if nothing := [f"{name}={value}" for name, value in asked.items() if value == 0]:
+        return f"{nothing[0]} asks for none"
+    for name, done in (("max_epochs", trainer.current_epoch), ("max_steps", trainer.global_step)):
+        if asked[name] is not None and 0 < asked[name] <= done:
+            return f"{name}={asked[name]} was reached before; set it higher to go on"
+    return "the training loader gave none"
 
 
 def monitored(trainer: pl.Trainer) -> list[tuple[str, str]]:

@@ -45,7 +45,8 @@ class QuantizationReport:
     ``kept`` and ``reason`` say what came of it. ``backend`` and ``scheme`` are those of what was kept, or of what came
     nearest; the scheme ``"float32"`` is the float network in a runtime in which no quantized one is faster.
     ``candidates`` has a line for each that was tried. ``layers_quantized`` names those of the ``layers_total`` layers
-    with a weight of two or more dimensions that are quantized now; ``skipped`` says of every other one why it is not,
+    with a weight of two or more dimensions that are quantized now (a module with layers inside that holds a raw
+    parameter beside them is no layer, unless that is quantized); ``skipped`` says of every other one why it is not,
     and ``float_layers`` which of these were left in float to save the metric. ``sensitivity`` is the relative error of
     the outputs if one layer alone is rounded, where that was asked.
 

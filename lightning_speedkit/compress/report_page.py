@@ -85,7 +85,10 @@ def _quality(report: QuantizationReport) -> list[Block]:
     for candidate in report.candidates:
         if candidate.metric is not None:
             drop, error = candidate.metric_drop, candidate.relative_error
-            texts = [format_number(candidate.metric), "" if drop is None else f"{drop:.3g}"]
+            texts = [
+                format_number(candidate.metric),
+                "" if drop is None else f"{drop:.3g}{' (a gain)' if drop < 0 else ''}",
+            ]
             rows.append([_label(candidate), *texts, "" if error is None else f"{error:.2g}"])
     caption = f"Measured on up to {report.validation_batches} batches; a drop up to {report.max_metric_drop} is kept."
     return [Table(["model", report.metric, "drop", "relative error"], rows, caption=caption)]

@@ -16,7 +16,7 @@ from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.candidates import Candidate, time_all
 from lightning_speedkit.compress.engine import FLOAT32
 from lightning_speedkit.compress.judge import Judge, ValidationData, measured_metrics
-from lightning_speedkit.compress.quality import metric_drop
+from lightning_speedkit.compress.quality import drop_text, metric_drop
 from lightning_speedkit.compress.report import QuantizationReport
 from lightning_speedkit.compress.sensitivity import layer_errors
 from lightning_speedkit.errors import QuantizationError
@@ -137,7 +137,7 @@ class Selection:
         where = "within" if kept else f"{drop - limit:.3g} over"
         candidate.ends(
             "kept" if kept else "metric",
-            f"{report.metric} went from {report.metric_before:.6g} to {after:.6g}: a drop of {drop:.3g}, "
+            f"{report.metric} went from {report.metric_before:.6g} to {after:.6g}: {drop_text(drop)}, "
             f"{where} max_metric_drop={limit:g}.",
         )
         return kept

@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_speedkit.compress.calls import Call
-from lightning_speedkit.compress.conversion import check_choice
+from lightning_speedkit.compress.choice import check_choice
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.compress.quantize_arguments import check_skip
-from lightning_speedkit.compress.quantize_fit import is_trial_run
+from lightning_speedkit.compress.quantize_fit import is_trial_run, why_untrained
 from lightning_speedkit.compress.shrink_best import warn_of_another_size
 from lightning_speedkit.compress.shrink_choice import CRITERIA
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, gradients_of
@@ -167,6 +167,7 @@ class StructuredPruning(Callback):
         max_metric_drop: The largest loss of quality that is kept: a difference for a metric to maximize (its share
             where it is above 1), a relative increase for one to minimize. ``None`` keeps every step.
         monitor: The validation metric to judge by; by default the one that ModelCheckpoint or EarlyStopping watches.
+            Without ``max_metric_drop`` it has no effect, which is a warning.
         folder: Where ``report.json`` goes; ``None`` is ``shrunk`` in the Trainer's ``default_root_dir``.
 
     >>> callback = StructuredPruning(ratio=0.5, steps=2)
@@ -206,6 +207,7 @@ class StructuredPruning(Callback):
         self.folder = folder
         self.report: ShrinkReport | None = None
         self._run = ShrinkRun()
+        self._has_begun = False
 
     @property
     def epochs(self) -> list[int]:
@@ -220,15 +222,21 @@ class StructuredPruning(Callback):
         follow_checkpoints(pl_module)
         if stage != "fit":
             return
-        self.report, self._run = None, ShrinkRun()
+        self.report, self._run, self._has_begun = None, ShrinkRun(), False
         if self._removes_something():
             refuse_run(trainer, pl_module)
             torch_pruning()  # a missing library is said before the first epoch
             if self.max_metric_drop is not None:
                 self._run.metric, self._run.mode = refuse_judging(trainer, self.monitor, self.start_epoch)
+            elif self.monitor is not None:
+                rank_zero_warn(
+                    f"StructuredPruning(monitor={self.monitor!r}) has no effect without max_metric_drop: no step is "
+                    "judged. Set max_metric_drop, or leave monitor out."
+                )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_begun = True
         if self._removes_something() and not is_trial_run(trainer):
             refuse_optimizers(trainer.optimizers)
             check_skip(pl_module, self.skip)
@@ -281,6 +289,8 @@ class StructuredPruning(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and not is_trial_run(trainer):
             warn_of_another_size(trainer, pl_module)
+            if not self._has_begun and self._removes_something():
+                rank_zero_warn(f"StructuredPruning did nothing: no batch was trained ({why_untrained(trainer)}).")
 
     @override
     def on_save_checkpoint(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_speedkit.compress.shrink_graph import ChannelGroup
 from lightning_speedkit.compress.shrink_sizes import named_tensors
 
-__all__ = ["CRITERIA", "channel_scores", "choose_channels", "cuts_of", "kept_count"]
+__all__ = ["CRITERIA", "channel_scores", "choose_channels", "cuts_of", "kept_count", "why_none_goes"]
 
 
 def kept_count(channels: int, ratio: float, *, size: int = 1, round_to: int = 1) -> int:
@@ -111,6 +111,20 @@ def choose_channels(
         if len(gone) + len(members) <= spare and len(gone) + len(members) < group.channels:
             gone.extend(members)
     return tuple(sorted(gone))
+
+
+def why_none_goes(group: ChannelGroup, ratio: float, *, original: int, round_to: int = 1) -> str:
+    """Why :func:`choose_channels` takes none of ``group``, and from which ratio on it would take some."""
+    what, argument = ("heads", "head_ratio") if group.kind == "heads" else ("channels", "ratio")
+    together = max(len(members) for members in group.tied)
+    if original < 2 or together >= original:
+        return f"too few {what}: {original}, of which {together} go at a time"
+    step = together if group.kind == "heads" else math.lcm(together, round_to)
+    most = (original - 1) // step * step  # that stay where any go
+    if most < 1:
+        return f"round_to={round_to} keeps all of its {original} {what}"
+    least = math.ceil((1 - most / original) * 1000) / 1000
+    return f"{argument}={ratio:g} of its {original} {what} is less than go at a time; {least:g} or more removes some"
 
 
 def cuts_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_speedkit.compress.calls import Call, batch_size
 from lightning_speedkit.compress.shrink_check import unsound_groups
-from lightning_speedkit.compress.shrink_choice import choose_channels, cuts_of
+from lightning_speedkit.compress.shrink_choice import choose_channels, cuts_of, why_none_goes
 from lightning_speedkit.compress.shrink_graph import ChannelGroup, find_groups
+from lightning_speedkit.compress.shrink_heads import attention_layouts
 from lightning_speedkit.compress.shrink_sizes import tensor_sizes
 
 __all__ = ["ShrinkPlan", "ShrinkSettings", "few_samples", "plan_shrink"]
@@ -63,6 +64,7 @@ def plan_shrink(
     calls = [few_samples(call) for call in calls]
     groups, skipped = find_groups(root, calls, skip=settings.skip, across_norms=settings.across_norms)
     gone: dict[str, tuple[int, ...]] = {}
+    heads: set[str] = set()  # the attentions that lose some, or have lost some before
     for group in groups:
         ratio = settings.head_ratio if group.kind == "heads" else settings.ratio
         if ratio <= 0:
@@ -78,10 +80,13 @@ def plan_shrink(
             gradients=gradients,
         )
         if not gone[group.name] and full == group.channels:
-            together = max(len(members) for members in group.tied)
-            skipped[group.name] = f"too few channels: {full}, of which {together} go at a time"
+            skipped[group.name] = why_none_goes(group, ratio, original=full, round_to=settings.round_to)
+        elif group.kind == "heads":
+            heads.add(group.name)
     unsound = unsound_groups(root, calls, groups, gone)
     skipped.update(unsound)
+    for name in _makers_of_heads(root, heads - unsound.keys()):
+        skipped.pop(name, None)
     gone = {name: channels for name, channels in gone.items() if channels and name not in unsound}
     return ShrinkPlan(
         cuts=cuts_of(root, groups, gone),
@@ -92,6 +97,12 @@ def plan_shrink(
         },
         skipped=skipped,
     )
+
+
+def _makers_of_heads(root: nn.Module, attentions: Collection[str]) -> list[str]:
+    """The layers that make the queries, keys and values of these attentions, whose rows go with the heads."""
+    layouts = attention_layouts(root)
+    return [f"{name}.{layer}".lstrip(".") for name in attentions for layer in layouts[name].inputs]
 
 
 def few_samples(call: Call, most: int = 2) -> Call:

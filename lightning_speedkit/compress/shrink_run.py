@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_speedkit.compress.calls import Call
 from lightning_speedkit.compress.conversion import on_cpu
 from lightning_speedkit.compress.float_copy import copy_module, float_copy
-from lightning_speedkit.compress.quality import metric_drop
+from lightning_speedkit.compress.quality import drop_text, metric_drop
 from lightning_speedkit.compress.shrink_cut import apply_plan, given_gradients, wrap_again
 from lightning_speedkit.compress.shrink_plan import ShrinkPlan, ShrinkSettings, plan_shrink
 from lightning_speedkit.compress.shrink_refusals import refuse_module
@@ -22,7 +22,7 @@ from lightning_speedkit.compress.shrink_resize import original_sizes
 from lightning_speedkit.compress.shrink_sizes import set_sizes
 from lightning_speedkit.compress.shrink_snapshot import put_back, take_snapshot
 from lightning_speedkit.compress.validation import network_calls
-from lightning_speedkit.errors import QuantizationError, SpeedkitError
+from lightning_speedkit.errors import QuantizationError, SpeedkitError, did_you_mean
 from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 
 __all__ = ["ShrinkRun"]
@@ -86,9 +86,10 @@ class ShrinkRun:
         if max_metric_drop is not None and self.metric is not None:
             before = self._value(trainer)
             if before is None:
+                logged = sorted(map(str, trainer.callback_metrics))
                 raise MisconfigurationException(
                     f"max_metric_drop compares with {self.metric!r} before the step, which no validation has logged so "
-                    f"far; logged: {sorted(map(str, trainer.callback_metrics))}."
+                    f"far; logged: {logged}.{did_you_mean(self.metric, logged)}"
                 )
             self.pending = {"epoch": trainer.current_epoch, "metric": before, "layers": dict(self.layers)}
             self.pending["snapshot"] = take_snapshot(module, trainer.optimizers)
@@ -98,6 +99,7 @@ class ShrinkRun:
         self.validated = False
         for name, (before_now, after) in plan.layers.items():
             self.layers[name] = [self.layers.get(name, [before_now])[0], after]
+        self.skipped = {name: why for name, why in self.skipped.items() if name not in self.layers}
 
     def judge(self, trainer: pl.Trainer, module: pl.LightningModule, max_metric_drop: float | None) -> None:
         """Keeps the last step, or puts everything back that it changed."""
@@ -110,7 +112,7 @@ class ShrinkRun:
             return
         self.metric_before, self.metric_after = pending["metric"], after
         self.metric_drop = metric_drop(self.metric_before, after, self.mode or "max")
-        verdict = f"{self.metric} went from {self.metric_before:.6g} to {after:.6g}: a drop of {self.metric_drop:.3g}, "
+        verdict = f"{self.metric} went from {self.metric_before:.6g} to {after:.6g}: {drop_text(self.metric_drop)}, "
         self.undone = not self.metric_drop <= max_metric_drop
         if not self.undone:
             self.reason = f"{verdict}within max_metric_drop={max_metric_drop:g}."

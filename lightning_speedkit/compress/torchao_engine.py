@@ -20,10 +20,11 @@ from lightning_speedkit.compress.calls import Call, used_modules
 from lightning_speedkit.compress.engine import Artefact, Converted
 from lightning_speedkit.compress.exported import export_part
 from lightning_speedkit.compress.float_copy import copy_module
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.module_names import matches
 from lightning_speedkit.compress.torchao_state import TorchaoState
 from lightning_speedkit.compress.torchao_weights import INT4_GROUP, quantize_layers, quiet_torchao
+from lightning_speedkit.compress.weight_shapes import weight_shapes
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 
 __all__ = ["TorchaoPrepared", "missing", "prepare"]
@@ -62,19 +63,24 @@ def prepare(floating: nn.Module, calls: Sequence[Call], device: str, scheme: str
     refused = {
         name: why for name, layer in weighted_layers(floating).items() if (why := _refusal(name, layer, used, scheme))
     }
-    refused.update(_shared_with_float(floating, refused))
-    return TorchaoPrepared(floating, calls, device, scheme, refused)
+    refused.update(_shared_with_float(floating, refused))  # also where a container holds the weight
+    no_layers = containers(floating)
+    return TorchaoPrepared(floating, calls, device, scheme, refused, no_layers)
 
 
 @dataclass(slots=True)
 class TorchaoPrepared:
-    """What :class:`Prepared` asks for, by torchao. ``refused`` says why a layer cannot be quantized."""
+    """What :class:`Prepared` asks for, by torchao.
+
+    ``refused`` says why a layer cannot be quantized; of ``no_layers`` nothing is said.
+    """
 
     floating: nn.Module
     calls: Sequence[Call]
     device: str
     scheme: str
     refused: dict[str, str] = field(default_factory=dict)
+    no_layers: set[str] = field(default_factory=set)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -84,16 +90,17 @@ class TorchaoPrepared:
     def convert(self, skip: Sequence[str] = ()) -> Converted:
         """A copy whose Linear layers hold quantized weights."""
         chosen = [name for name in self.layers if not matches(name, skip)]
+        refused = {name: reason for name, reason in self.refused.items() if name not in self.no_layers}
         if not chosen:
-            why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items()) or "all of them are skipped"
+            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "all of them are skipped"
             raise QuantizationError(f"No layer can be quantized by torchao ({why}).")
-        skipped = {**{name: "named in skip" for name in self.layers if name not in chosen}, **self.refused}
+        skipped = {**{name: "named in skip" for name in self.layers if name not in chosen}, **refused}
         twin = copy_module(self.floating).to(self.device)
         quantize_layers(twin, chosen, self.scheme, self.device)
         recipe = {"engine": _NAMES[self.scheme], "scheme": self.scheme, "device": self.device, "layers": chosen}
         artefacts: dict[str, Artefact] = {"state_dict": TorchaoState(twin, recipe)}
         if self.device == "cpu":
-            artefacts["pt2"] = ExportedArtefact(twin, self.calls)
+            artefacts["pt2"] = ExportedArtefact(twin, self.calls, weight_shapes(self.floating))
         else:
             for name in dict.fromkeys(call.name for call in self.calls):
                 twin.get_submodule(name).compile()
@@ -102,10 +109,14 @@ class TorchaoPrepared:
 
 @dataclass(slots=True)
 class ExportedArtefact:
-    """Writes each part that is called from outside as a program of ``torch.export``."""
+    """Writes each part that is called from outside as a program of ``torch.export``.
+
+    ``weights`` are the shapes of the float network's, by which a foreign one is refused when it is loaded.
+    """
 
     module: nn.Module
     calls: Sequence[Call]
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Mapping[str, Any]:
         """Write ``model.pt2`` (and so on) into ``folder``."""
@@ -119,7 +130,8 @@ class ExportedArtefact:
             with quiet_torchao():
                 torch.export.save(exported.program, folder / file)
             parts.append({"name": name, "file": file, "form": exported.form.to_plain()})
-        return {"files": [part["file"] for part in parts], "parts": parts}
+        weights = {name: list(shape) for name, shape in self.weights.items()}
+        return {"files": [part["file"] for part in parts], "parts": parts, "weights": weights}
 
 
 def _refusal(name: str, layer: nn.Module, used: Mapping[str, Any], scheme: str) -> str | None:

@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_speedkit.compress.call_difference import refusal_of_call
 from lightning_speedkit.compress.float_copy import replace_module
 from lightning_speedkit.compress.torch_ao import observe_static
 from lightning_speedkit.errors import QuantizationError
@@ -82,6 +83,8 @@ def run_by_graph(
         replace_module(module, name, nn.Identity())
     cls, run = type(module), type(graph).forward
     original = cls.forward
+    every = inspect.signature(original).parameters.values()
+    spread = [parameter.name for parameter in every if parameter.kind is inspect.Parameter.VAR_KEYWORD]
 
     class Quantized(cls):  # type: ignore[misc, valid-type]
         @override
@@ -89,11 +92,7 @@ def run_by_graph(
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             found, tensors = _flatten(original, self, args, kwargs)
             if found != template:
-                raise ValueError(
-                    f"The int8 forward of {cls.__name__} was traced for the arguments {dict(template)} and cannot "
-                    f"answer {found}. Call it as on the calibration batches, or quantize with "
-                    "backend='torch-ao-dynamic'."
-                )
+                raise ValueError(refusal_of_call(cls.__name__, template, found, spread=spread))
             return run(self, tensors)
 
     Quantized.__name__ = Quantized.__qualname__ = f"Quantized{cls.__name__}"

@@ -15,11 +15,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_speedkit.compress.call_difference import CALLED_LIKE_FLOAT
 from lightning_speedkit.compress.calls import batch_size
-from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, told
+from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, needed_arguments, told
 from lightning_speedkit.compress.engine import FLOAT32, Converted, Engine, engine_named, engines_for, float_engine
 from lightning_speedkit.compress.float_copy import copy_module, fingerprint, float_copy
-from lightning_speedkit.compress.int8 import weighted_layers
+from lightning_speedkit.compress.int8 import containers, weighted_layers
 from lightning_speedkit.compress.judge import Judge, ValidationData, measured_metrics
 from lightning_speedkit.compress.quality import serialized_bytes
 from lightning_speedkit.compress.quantize_arguments import check_float_answers
@@ -107,7 +108,7 @@ def _prepared(
     check_float_answers(floating, calls)
     report = replace(
         report,
-        layers_total=len(weighted_layers(floating)),
+        layers_total=len(weighted_layers(floating).keys() - containers(floating)),
         bytes_before=serialized_bytes(floating.state_dict()),
         threads=torch.get_num_threads(),
         batch_size=batch_size(calls[0]),
@@ -177,6 +178,7 @@ def _report(selection: Selection, kept: Candidate | None) -> QuantizationReport:
         backend=one.backend,
         scheme=one.scheme,
         layers_quantized=shown.converted.quantized,
+        layers_total=len({*shown.converted.quantized, *skipped}),
         skipped=skipped,
         float_layers=one.float_layers,
         bytes_after=one.bytes,
@@ -186,7 +188,11 @@ def _report(selection: Selection, kept: Candidate | None) -> QuantizationReport:
         metric_drop=one.metric_drop,
         relative_error=one.relative_error,
     )
-    return replace(report, notes=_notes(report))
+    notes = _notes(report)
+    if kept is not None:
+        module = shown.converted.module
+        notes += _call_notes(needed_arguments(selection.floating, module, selection.calls, report.device))
+    return replace(report, notes=notes)
 
 
 def _reason(selection: Selection, kept: Candidate | None) -> str:
@@ -216,6 +222,17 @@ def _notes(report: QuantizationReport) -> tuple[str, ...]:
     if report.kept and report.bytes_before and report.bytes_after and report.bytes_after >= report.bytes_before:
         notes.append(f"It is not smaller: {report.bytes_before} -> {report.bytes_after} bytes.")
     return tuple(notes)
+
+
+def _call_notes(needed: Sequence[str]) -> tuple[str, ...]:
+    if not needed:
+        return ()
+    names = " and ".join(filter(None, (", ".join(needed[:-1]), needed[-1])))
+    return (
+        f"It cannot be called without {names}, as the float model can: the steps of the fit gave {names}, and it is "
+        "made for such calls. Give zeros of the same shape where there are none, let the step keep its labels to "
+        f"itself, or use backend={CALLED_LIKE_FLOAT!r}, whose copies are called like the float model.",
+    )
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "logs_this_step",
     "loss_divisor",
     "read_optimizers",
+    "set_bucket_mb",
     "skips_backward",
     "uncount_step",
 ]
@@ -73,6 +74,14 @@ def forget_static_graph_flush(strategy: DDPStrategy) -> None:
     if not hasattr(strategy, "_pl_static_graph_delay_done"):
         raise AttributeError("This version of Lightning has no DDPStrategy._pl_static_graph_delay_done.")
     strategy._pl_static_graph_delay_done = False
+
+
+def set_bucket_mb(strategy: DDPStrategy, mebibytes: float) -> None:
+    """Let the model that ``strategy`` wraps next send its gradients in buckets of this size.
+
+    Changes ``DDPStrategy._ddp_kwargs``.
+    """
+    strategy._ddp_kwargs["bucket_cap_mb"] = mebibytes
 
 
 def forget_metric_attributes(module: pl.LightningModule) -> None:

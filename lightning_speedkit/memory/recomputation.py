@@ -175,8 +175,12 @@ def _offload(
 
 
 _outside: Callable[..., Any] = torch.compiler.disable
-_run_outside_the_graph: Callable[..., Any] = _outside(_run_eagerly)
-_offload_outside_the_graph: Callable[..., Any] = _outside(_offload)
+_run_outside_the_graph: Callable[..., Any] = _outside(
+    _run_eagerly, reason="a module with buffers that is computed again runs eagerly"
+)
+_offload_outside_the_graph: Callable[..., Any] = _outside(
+    _offload, reason="a module whose activations are offloaded runs eagerly"
+)
 
 _Place = tuple[nn.Module, str]  # where a parameter or a buffer is registered
 

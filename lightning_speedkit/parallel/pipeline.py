@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_speedkit.parallel.ddp import checked_timeout
+from lightning_speedkit.parallel.argument_checks import checked_timeout
 from lightning_speedkit.parallel.pipeline_cut import check_layers, cut_points, find_chain, stages_of
 from lightning_speedkit.parallel.pipeline_layers import PipelinedLayers, Stage
 from lightning_speedkit.parallel.pipeline_run import Schedule, ScheduledStep
@@ -262,6 +262,13 @@ class PipelineStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # the stages of one pipeline know the same value, so it counts once
         return super().reduce(tensor, group or (self._groups[1] if self._groups else None), reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Lightning compares a sum with the number of all ranks, so all of them have to be in it
+        agreeing = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(agreeing)
+        return bool(agreeing == self.world_size) if all else bool(agreeing)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

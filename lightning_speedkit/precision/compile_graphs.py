@@ -104,7 +104,7 @@ class SharedGraphs:
         self._training, self.refusal = module.training, ""
         if self.graphs[module.training]:
             return self._compiled(module, args, kwargs)
-        before = dict(torch._dynamo.utils.counters["unimplemented"])
+        before = _notes()
         result = self._compiled(module, args, kwargs)
         if not self.graphs[module.training]:
             self.refusal = _refusal(before)
@@ -116,10 +116,15 @@ def _own_function() -> Callable[..., Any]:
     return FunctionType(code.replace(co_name=f"{code.co_name}_{next(_numbers)}"), call_module.__globals__)
 
 
+def _notes() -> dict[str, int]:
+    """Torch's counters of what it did not trace, and of where it interrupted a graph."""
+    counters = torch._dynamo.utils.counters
+    return {**counters["unimplemented"], **counters["graph_break"]}
+
+
 def _refusal(before: Mapping[str, int]) -> str:
     """Why torch left code untraced since ``before``, a state of its counters; empty if it did not."""
-    now = torch._dynamo.utils.counters["unimplemented"]
-    told = [message for message, count in now.items() if count > before.get(message, 0)]
+    told = [message for message, count in _notes().items() if count > before.get(message, 0)]
     for message in told:
         if limit := re.search(r"exceeding the (\w*recompile_limit)", message):
             name = f"torch._dynamo.config.{limit[1]}"
@@ -128,7 +133,10 @@ def _refusal(before: Mapping[str, int]) -> str:
                 f"({getattr(torch._dynamo.config, limit[1])} times). Raise it, or call torch._dynamo.reset() before "
                 "the run"
             )
-    return told[0] if told else ""
+    if not told:
+        return ""
+    explained = re.search(r"Explanation: (.*?)(?=\n\s*(?:Hint|Developer debug context): |\Z)", told[0], re.DOTALL)
+    return " ".join((explained[1] if explained else told[0]).split())
 
 
 def group_of(module: nn.Module) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ Pure: it looks at nothing but its arguments. The rules:
   ``Precision`` plugin are one thing, and so are ``accumulate_grad_batches`` and a callback that schedules it,
   ``gradient_clip_val`` and a callback that clips, and all callbacks that average the weights: each of these is refused
   beside the other.
+- Presets of which one cannot run beside the other are a conflict.
 - The result is in the order of the registry, so the order in which names are given changes nothing.
 """
 
@@ -118,12 +119,13 @@ def expand(names: Iterable[str], registry: Registry) -> tuple[Chosen, ...]:
 
 
 def merge(chosen: Sequence[Chosen], hardware: Hardware | None = None) -> tuple[Setting, ...]:
-    """One setting per thing, or :class:`PresetConflictError` naming both presets and both values.
+    """One setting per thing, or :class:`PresetConflictError` naming both presets, and both values or the reason.
 
     Args:
         chosen: What :func:`expand` returns.
         hardware: The machine to choose for. Without it, presets that depend on the hardware are left out.
     """
+    _refuse_neighbours(chosen)
     settings: dict[Key, list[Setting]] = {}
     for one in chosen:
         patch = one.preset.patch
@@ -154,6 +156,16 @@ def callback_key(cls: type) -> Key:
 def plugin_key(cls: type) -> Key:
     """What a plugin of this class sets; Lightning takes one plugin of a kind."""
     return next((key for kind, key in _PLUGIN_KEYS if issubclass(cls, kind)), ("plugins", cls))
+
+
+def _refuse_neighbours(chosen: Sequence[Chosen]) -> None:
+    by_name = {one.preset.name: one for one in chosen}
+    for one in chosen:
+        for name, reason in one.preset.not_beside.items():
+            if name in by_name:
+                raise PresetConflictError(
+                    f"The presets {one.describe()} and {by_name[name].describe()} cannot be used in one run: {reason}."
+                )
 
 
 def _settings(origin: Chosen, patch: TrainerPatch) -> list[Setting]:

@@ -202,7 +202,7 @@ def _instead(preset: Preset, hardware: Hardware) -> str:
         repr(other.name)
         for other in REGISTRY
         if other.kind == preset.kind and other.name != preset.name and not can_run(other, hardware)
-        if not wanted or wanted & _callbacks_of(other, hardware)
+        if wanted & (theirs := _callbacks_of(other, hardware)) or not (wanted or theirs)
     ]
     return f"Use {' or '.join(others)} instead." if others else "Leave it out here."
 

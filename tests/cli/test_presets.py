@@ -57,12 +57,13 @@ def _table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
             {
                 **dict.fromkeys(("tf32", "bf16-mixed", "bf16-true"), "compute capability 8.0 or higher"),
                 "fp8": "compute capability 8.9 or higher",
-                "ddp": "2 devices or more",
-                "ddp-static": "2 devices or more",
-                "multi-gpu": "2 devices or more",
+                **dict.fromkeys(("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd"), "2 devices or more"),
+                **dict.fromkeys(("sync-batchnorm", "fsdp2", "fsdp2-offload"), "2 devices or more"),
+                **dict.fromkeys(("tensor-parallel-2", "pipeline", "multi-gpu"), "2 devices or more"),
+                "hsdp": "4 devices or more",
             },
         ),
-        (TWO_H100, {}),
+        (TWO_H100, {"hsdp": "4 devices or more"}),
     ],
 )
 def test_the_list_says_what_can_run_here(

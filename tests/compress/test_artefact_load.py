@@ -295,3 +295,65 @@ def test_weights_of_8_bits_warn_once_where_they_overflow(
 
 def test_a_form_is_read_as_it_was_written() -> None:
     assert CallForm.from_plain(json.loads(json.dumps(FORM.to_plain()))) == FORM
+
+
+class _Wider(nn.Module):
+    """Has the parts of ``_Half``, and one that is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(2, 5), nn.Linear(5, 2)
+        self.bias = nn.Parameter(torch.tensor([0.5]))
+
+
+class _More(_Half):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+
+class _Less(_Half):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.bias
+
+
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+@pytest.mark.parametrize("part", ["", "encoder"])
+@pytest.mark.parametrize(
+    ("foreign", "told"),
+    [
+        (_Wider, r"_Wider like this: its parameter 'encoder\.weight' has shape \(5, 2\), in the file \(2, 2\)"),
+        (_More, r"_More like this: its parameter 'head\.weight' is not in the file"),
+        (_Less, r"_Less like this: it has no parameter 'bias', which is in the file"),
+        (nn.Identity, r"Identity like this: it has no parameter "),
+    ],
+)
+def test_a_foreign_model_is_refused_by_the_name_of_a_weight(
+    form: str, part: str, foreign: Any, told: str, program: bytes, tmp_path: Path
+) -> None:
+    weights = {name: list(weight.shape) for name, weight in _Half().named_parameters()}
+    graph = _times(2.0) if form == "onnx" else program
+    manifest = _write(tmp_path, {part: graph}, form=form, weights=weights)
+    with pytest.raises(QuantizationError, match=told) as refusal:
+        load_from_folder(tmp_path, manifest, foreign(), None)
+    assert str(refusal.value).endswith(f"with any weights, or no model: load_quantized({str(tmp_path)!r}).")
+    assert isinstance(load_from_folder(tmp_path, manifest, _Half().double(), None), _Half)
+
+
+def test_a_folder_of_an_older_version_names_no_weights_and_takes_the_model_as_it_is(tmp_path: Path) -> None:
+    net = load_from_folder(tmp_path, _write(tmp_path, {"": _times(3.0)}), _More(), None)
+    assert net(X).tolist() == [[3.0, -6.0]]
+
+
+@pytest.mark.parametrize("weights", [3, {"encoder.weight": 3}, [1]])
+def test_weights_that_are_none_are_damage(weights: Any, tmp_path: Path) -> None:
+    manifest = _write(tmp_path, {"": _times(3.0)}, weights=weights)
+    with pytest.raises(QuantizationError, match=r"manifest\.json is damaged"):
+        load_from_folder(tmp_path, manifest, _Half(), None)
+
+
+def test_state_dict_of_what_was_loaded_has_the_weights_of_the_given_model(tmp_path: Path) -> None:
+    given = _Half()
+    net = load_from_folder(tmp_path, _write(tmp_path, {"": _times(3.0)}), given, None)
+    torch.testing.assert_close(dict(net.state_dict()), dict(given.state_dict()), rtol=0, atol=0)

@@ -34,6 +34,7 @@ def _form() -> CallForm:
 
 def test_tensors_of_another_call_come_in_the_same_order() -> None:
     x = torch.zeros(5, 1)
+    assert _form().difference((x, x + 1), {"extra": {"deep": (x + 2,)}}) == ""
     found = _form().tensors((x, x + 1), {"extra": {"deep": (x + 2,)}})
     assert [float(t[0, 0]) for t in found] == [0, 1, 2]
     assert _form().count == 3
@@ -61,15 +62,22 @@ def test_json_holds_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"),
+    ("args", "kwargs", "told"),
     [
-        ((torch.ones(2, 1),), {}),  # too few tensors
-        ((torch.ones(2, 1), torch.ones(2, 1)), {"mode": "mean", "extra": {"deep": (torch.ones(2, 1),)}}),
+        ((torch.ones(2, 1),), {}, "rest[0] is missing; extra['deep'][0] is missing"),
+        (
+            (torch.ones(2, 1), torch.ones(2, 1)),
+            {"mode": "mean", "extra": {"deep": (torch.ones(2, 1),)}, "mask": torch.ones(1)},
+            "mode is 'mean', and was 'sum'; mask is given, and was not",
+        ),
+        ((torch.ones(2, 1), torch.ones(2, 1)), {"extra": {"deep": [torch.ones(2, 1)]}}, "nested otherwise"),
     ],
 )
-def test_a_call_of_another_form_is_refused_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"quantized forward of _Net was made for the arguments .*mode='sum'"):
+def test_a_call_of_another_form_is_refused_by_what_differs(args: Any, kwargs: dict[str, Any], told: str) -> None:
+    assert told in _form().difference(args, kwargs)
+    with pytest.raises(ValueError, match=r"forward of _Net can only be called as .*backend='torch-ao-dynamic'") as why:
         _form().tensors(args, kwargs)
+    assert told in str(why.value)
 
 
 def test_an_argument_that_is_neither_tensor_nor_plain_is_refused() -> None:
@@ -81,7 +89,7 @@ def test_an_argument_that_is_neither_tensor_nor_plain_is_refused() -> None:
 
 def test_an_array_is_refused_as_what_it_is() -> None:
     form = form_of(nn.Linear(2, 1), (torch.ones(3, 2),), {}, torch.ones(3, 1))
-    with pytest.raises(ValueError, match=r"was made for the arguments input='<tensor>' and cannot answer input=array"):
+    with pytest.raises(ValueError, match=r": input is array\(\[\[1., 1.\], \[1., 1.\],.*, and was a tensor\."):
         form.tensors((numpy.ones((3, 2)),), {})
 
 

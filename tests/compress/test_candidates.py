@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_speedkit.compress.calls import Call
-from lightning_speedkit.compress.candidates import Candidate, float_as_it_runs, make_candidate, time_all, told
+from lightning_speedkit.compress.candidates import (
+    Candidate,
+    float_as_it_runs,
+    make_candidate,
+    needed_arguments,
+    time_all,
+    told,
+)
 from lightning_speedkit.compress.float_copy import float_copy
 from lightning_speedkit.errors import MissingExtraError, QuantizationError
 from tests.compress.fakes import FakeEngine, answering
@@ -149,3 +156,59 @@ def test_what_cannot_be_timed_does_not_stop_the_others() -> None:
     assert (first.report.seconds_batch, first.report.seconds_one) == (None, None)
     assert second.report.seconds_batch is not None
     assert time_all(OnlyOnce(), [second], _calls(), "cpu") == (None, None)
+
+
+class _Asks(nn.Linear):
+    """Answers from ``x`` alone, and with a loss where there are labels; the copy below wants what it is told to."""
+
+    def __init__(self, wants: tuple[str, ...] = ("x",)) -> None:
+        super().__init__(2, 1)
+        self.wants = wants
+
+    def forward(self, x: Tensor, labels: Any = None, mask: Tensor | None = None, **more: Any) -> Tensor:
+        given = {"x": x, "labels": labels, "mask": mask, **more}
+        if any(given.get(name) is None for name in self.wants):
+            raise ValueError(f"wants {self.wants}")
+        return super().forward(x)
+
+
+_X = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "float_wants", "copy_wants", "needed"),
+    [
+        (Call("", (_X, _X), {"mask": _X}), ("x",), ("x", "labels"), ["labels"]),
+        (Call("", (), {"x": _X, "labels": {"y": _X}, "mask": _X}), ("x",), ("x", "labels", "mask"), ["labels", "mask"]),
+        (Call("", (_X,), {"labels": _X}), ("x", "labels"), ("x", "labels"), []),  # the float model wants them too
+        (Call("", (_X,), {"labels": _X}), ("x",), ("x",), []),
+        (Call("", (_X,), {"start": _X, "kind": "a"}), ("x",), ("start", "kind"), ["start"]),
+        (Call("", (_X,), {}), ("x",), ("x",), []),
+        (Call("", (_X,), {"more": {"a": _X, "b": _X}}), ("x",), ("x",), []),
+    ],
+)
+def test_arguments_that_only_the_copy_needs_are_found(
+    call: Call, float_wants: tuple[str, ...], copy_wants: tuple[str, ...], needed: list[str]
+) -> None:
+    assert needed_arguments(_Asks(float_wants), _Asks(copy_wants), [call, call]) == needed
+    inner = Call("0", call.args, call.kwargs)
+    assert needed_arguments(nn.Sequential(_Asks(float_wants)), nn.Sequential(_Asks(copy_wants)), [inner]) == needed
+
+
+class _OneDict(nn.Linear):
+    """Takes a batch as one dict, as a step that calls ``self(batch)`` gives it."""
+
+    def __init__(self, wants: tuple[str, ...]) -> None:
+        super().__init__(2, 1)
+        self.wants = wants
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        if set(self.wants) - set(batch):
+            raise ValueError(f"wants {self.wants}")
+        return super().forward(batch["x"])
+
+
+def test_what_only_the_copy_needs_inside_of_a_dict_is_found() -> None:
+    call = Call("", ({"x": _X, "labels": _X},), {})
+    assert needed_arguments(_OneDict(("x",)), _OneDict(("x", "labels")), [call]) == ["batch['labels']"]
+    assert needed_arguments(_OneDict(("x", "labels")), _OneDict(("x", "labels")), [call]) == []

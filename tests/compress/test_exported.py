@@ -73,7 +73,7 @@ def test_the_network_keeps_its_numbers() -> None:
 
 def test_calls_of_several_kinds_are_refused() -> None:
     other = Call("", (torch.ones(4, 3, 2),), {"scale": 10.0})
-    with pytest.raises(QuantizationError, match=r"it is called in several ways \(.*scale=10.0"):
+    with pytest.raises(QuantizationError, match=r"^it is called in several ways \(scale is 10.0, and was a tensor\)$"):
         export_part(_Weighted().eval(), "", [_call(4, 3), other])
 
 
@@ -105,7 +105,7 @@ def test_a_program_is_called_like_the_network_and_is_not_trained() -> None:
     assert [p.requires_grad for p in module.parameters()] == [False]
     assert module.train() is module
     assert not nn.Sequential(module).train()[0].training
-    with pytest.raises(ValueError, match="was made for the arguments"):
+    with pytest.raises(ValueError, match=r": scale is 0.5, and was a tensor\."):
         module(torch.ones(2, 3, 2), scale=0.5)
 
 
@@ -126,3 +126,19 @@ def test_an_export_is_quiet_and_leaves_torch_as_it_was(fast: bool, monkeypatch: 
         assert logger.level == logging.INFO
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (torch.ones(2, 5), r"takes input of shape \(any, 3\) and dtype float32, and got shape \(2, 5\)"),
+        (torch.ones(3), r"give input\.unsqueeze\(0\)"),
+        (torch.ones(2, 3).double(), r"dtype float64\. Convert it: input\.to\(torch\.float32\)"),
+    ],
+)
+def test_an_input_that_a_program_does_not_take_is_told(x: Tensor, told: str) -> None:
+    exported = export_part(nn.Linear(3, 2).eval(), "", [Call("", (torch.ones(4, 3),), {})])
+    module = ProgramModule(exported.program, exported.form)
+    assert module(torch.ones(2, 3)).shape == (2, 2)
+    with pytest.raises(ValueError, match=told):
+        module(x)

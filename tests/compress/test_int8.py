@@ -17,8 +17,9 @@ from lightning_speedkit.compress.calls import (
     Call,
     replay,
 )
+from lightning_speedkit.compress.engine import engine_named
 from lightning_speedkit.compress.float_copy import float_copy
-from lightning_speedkit.compress.int8 import Int8Model, follow_recipe, make_int8, weighted_layers
+from lightning_speedkit.compress.int8 import Int8Model, containers, follow_recipe, make_int8, weighted_layers
 from lightning_speedkit.compress.quality import (
     relative_error,
 )
@@ -240,11 +241,11 @@ def test_a_recipe_gives_the_structure_and_asks_for_equal_shapes() -> None:
     assert [type(m).__name__ for m in again.modules()] == [type(m).__name__ for m in made.module.modules()]
     other = ConvNet()
     other.head = nn.Linear(256, 7)
-    with pytest.raises(QuantizationError, match=r"parameter 'head.bias' has shape \(7,\), in the file \(10,\)"):
+    with pytest.raises(QuantizationError, match=r"parameter 'head.weight' has shape \(7, 256\), in the file \(10, "):
         follow_recipe(float_copy(other), made.recipe)
     other = ConvNet()
     other.extra = nn.Linear(1, 1)
-    with pytest.raises(QuantizationError, match=r"parameter 'extra.bias' has shape \(1,\), in the file None"):
+    with pytest.raises(QuantizationError, match=r"parameter 'extra.weight' is not in the file"):
         follow_recipe(float_copy(other), made.recipe)
 
 
@@ -268,3 +269,63 @@ def test_a_net_of_two_methods_has_both_in_its_recipe() -> None:
     made = make_int8(float_copy(Branching()), [Call("", (x,), {}) for x in digit_batches(1)], method="static+dynamic")
     assert [entry["name"] for entry in made.recipe["static"]] == ["block"]
     assert made.recipe["dynamic"] == ["head"]
+
+
+class _Positions(nn.Module):
+    """Adds a raw parameter beside its layers, as transformers do with positions; one block does, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 6, 16))
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.block.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x + self.positions) + self.block.token)
+
+
+class _RawWeight(nn.Module):
+    """A layer that is no class of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.weight)
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        (_Positions(), {"", "block"}),
+        (nn.Sequential(_RawWeight()), set()),
+        (_RawWeight(), set()),
+        (nn.MultiheadAttention(4, 2), set()),
+        (nn.TransformerEncoderLayer(4, 2), set()),
+        (nn.Linear(2, 1), set()),
+    ],
+)
+def test_what_holds_a_raw_parameter_beside_layers_is_no_layer(network: nn.Module, found: set[str]) -> None:
+    assert containers(network) == found
+    assert containers(network) <= weighted_layers(network).keys()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["onnxruntime-static", "onnxruntime-dynamic", "torch-ao-static", "torch-ao-dynamic", "torchao-weight-int8"],
+)
+def test_no_engine_counts_a_container_as_a_layer(backend: str) -> None:
+    torch.manual_seed(0)
+    network, calls = float_copy(_Positions()), [Call("", (torch.randn(8, 6, 16),), {}) for _ in range(2)]
+    engine = engine_named(backend)
+    if (missing := engine.missing("cpu")) is not None:
+        pytest.skip(missing)
+    made = engine.convert(network, calls, skip=["head"])
+    assert (made.quantized, list(made.skipped)) == (("block.0",), ["head"])
+    with pytest.raises(QuantizationError) as refusal:
+        engine.convert(network, calls, skip=["*"])
+    assert "'': " not in str(refusal.value)
+    assert "raw" not in str(refusal.value)

@@ -57,6 +57,40 @@ def test_it_answers_in_the_dtype_of_the_graph_and_without_a_gradient(x: Tensor) 
     assert not answer.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (
+            torch.ones(4, 3),
+            r"_Named takes x of shape \(any, 2\) and dtype float32, and got shape \(4, 3\) and",
+        ),
+        (torch.ones(2), r"got shape \(2,\) .* It has no batch dimension: give x\.unsqueeze\(0\)\."),
+        (X.cfloat(), r"got shape \(3, 2\) and dtype complex64\. Convert it: x\.to\(torch\.float32\)\."),
+    ],
+)
+def test_an_input_that_the_graph_does_not_take_is_told_in_the_words_of_the_caller(x: Tensor, told: str) -> None:
+    class _Named(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    module = OnnxModule(_graph(), _form(_Named()))
+    for again in (module, copy.deepcopy(module)):
+        with pytest.raises(ValueError, match=told):
+            again(x)
+
+
+def test_sizes_that_do_not_belong_together_are_told_with_all_shapes() -> None:
+    infos = [helper.make_tensor_value_info(f"input_{i}", TensorProto.FLOAT, [f"n{i}", 2]) for i in range(2)]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])
+    graph = helper.make_graph([helper.make_node("Add", ["input_0", "input_1"], ["y"])], "sum", infos, [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    form = form_of(_Net(), (X, X), {}, X)
+    module = OnnxModule(bytes(model.SerializeToString()), form)
+    assert module(X, X).tolist() == (X + X).tolist()
+    with pytest.raises(QuantizationError, match=r"of _Net .*It got the shapes unused \(3, 2\); x \(2, 2\); sizes that"):
+        module(X, X[:2])
+
+
 def test_each_answer_is_a_tensor_of_its_own() -> None:
     module = OnnxModule(_graph(), _form())
     first = module(X)
@@ -72,7 +106,7 @@ def test_inputs_that_the_graph_does_not_use_are_left_out_and_the_answer_has_its_
     assert list(answer) == ["y", "flag"]
     assert answer["y"].tolist() == Y
     assert answer["flag"] is None
-    with pytest.raises(ValueError, match=r"was made for the arguments .*flag=False"):
+    with pytest.raises(ValueError, match=r"_Net can only be called as .*: flag is True, and was False\."):
         module(torch.ones(1), X, flag=True)
 
 

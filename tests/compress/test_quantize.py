@@ -573,7 +573,7 @@ def test_a_fit_without_training_batches_has_nothing_to_calibrate_with() -> None:
     trainer = _fit(model, callback, max_epochs=1)
     assert _report(callback).kept
     files = {path.name: path.read_bytes() for path in Path("quantized").iterdir()}
-    with pytest.warns(UserWarning, match="saw no batch in this fit"):
+    with pytest.warns(UserWarning, match="did nothing: no batch was trained .max_epochs=1 was reached before"):
         trainer.fit(model, digit_loader(0, 64), digit_loader(1024, 1088))  # all its epochs are done
     assert (callback.report, callback.quantized_model) == (None, None)
     assert {path.name: path.read_bytes() for path in Path("quantized").iterdir()} == files

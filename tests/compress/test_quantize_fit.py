@@ -13,9 +13,16 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from lightning_speedkit.compress.quantize_fit import is_trial_run, monitored, validation_data, with_best_weights
+from lightning_speedkit.compress import Pruning, QuantizationAwareTraining, QuantizeOnFitEnd, StructuredPruning
+from lightning_speedkit.compress.quantize_fit import (
+    is_trial_run,
+    monitored,
+    validation_data,
+    why_untrained,
+    with_best_weights,
+)
 from lightning_speedkit.errors import QuantizationError
-from tests.compress.models import Digits, mlp
+from tests.compress.models import Digits, digit_loader, mlp, quiet_trainer
 
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
 
@@ -99,3 +106,42 @@ def test_batches_become_float32_where_the_fit_turned_them_to_its_own_dtype(preci
     data = validation_data(trainer, None)
     assert data is not None
     assert data.in_float32 is expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuantizeOnFitEnd(backend="torch-ao-dynamic"),
+        lambda: QuantizationAwareTraining(),
+        lambda: Pruning(),
+        lambda: StructuredPruning(),
+    ],
+)
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"max_epochs": 0}, "max_epochs=0 asks for none"),
+        ({"max_steps": 0}, "max_steps=0 asks for none"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0 asks for none"),
+        ({"max_epochs": 1}, "max_epochs=1 was reached before"),
+        ({"max_epochs": 0, "fast_dev_run": True}, None),
+    ],
+)
+def test_a_fit_that_trains_no_batch_is_told_once_by_each_callback(make: Any, limits: Any, why: str | None) -> None:
+    callback, model = make(), Digits(mlp())
+    trainer = quiet_trainer(callbacks=[callback], **limits)
+    if "before" in (why or ""):
+        pytest.importorskip("torch_pruning")
+        trainer.fit(model, digit_loader(0, 64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, digit_loader(0, 64))
+    told = [str(one.message) for one in caught if "no batch was trained" in str(one.message)]
+    assert len(told) == (why is not None)
+    if why:
+        assert told[0].startswith(f"{type(callback).__name__} did nothing: no batch was trained ({why}")
+
+
+def test_a_loader_that_gives_nothing_is_named() -> None:
+    trainer: Any = SimpleNamespace(max_epochs=2, max_steps=-1, limit_train_batches=1.0, current_epoch=0, global_step=0)
+    assert why_untrained(trainer) == "the training loader gave none"

@@ -66,14 +66,20 @@ def test_tables_hold_each_candidate_and_each_layer() -> None:
     candidates = (
         _candidate(metric=0.96, metric_drop=0.01, relative_error=0.02, float_layers=("c",)),
         _candidate(backend="two", outcome="failed", reason="no"),
+        _candidate(backend="three", metric=0.9725, metric_drop=-0.0025),
     )
     document = report_document(_report(candidates=candidates, skipped={"c": "why"}, sensitivity={"c": 0.25}))
     quality, tried, layers = (_section(document, title) for title in ("Quality", "What was tried", "Layers"))
     assert isinstance(quality, Table)
-    assert quality.cells() == (("float32", "0.970", "", ""), ("one, 1 more in float", "0.960", "0.01", "0.02"))
+    assert quality.cells() == (
+        ("float32", "0.970", "", ""),
+        ("one, 1 more in float", "0.960", "0.01", "0.02"),
+        ("three", "0.973", "-0.0025 (a gain)", ""),
+    )
     assert tried.cells() == (
         ("one, 1 more in float", "static-int8", "kept", ""),
         ("two", "static-int8", "failed", "no"),
+        ("three", "static-int8", "kept", ""),
     )
     assert layers.cells() == (("a", "static-int8", ""), ("b", "static-int8", ""), ("c", "float: why", "0.25"))
 

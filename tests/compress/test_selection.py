@@ -192,6 +192,14 @@ def test_where_the_layers_in_float_eat_up_the_gain_it_is_not_kept(run: Callable[
     assert _outcomes(report) == {"a": "slower"}
 
 
+def test_a_better_metric_is_told_as_a_gain(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection_module, "measured_metrics", lambda *_: ({"val_acc": 0.9}, 1))
+    monkeypatch.setattr("lightning_speedkit.compress.trial.measured_metrics", lambda *_: ({"val_acc": 0.875}, 1))
+    _, report = run({FakeEngine("a"): 0.002})
+    assert report.reason == "val_acc went from 0.875 to 0.9: a gain of 0.025, within max_metric_drop=0.01."
+    assert report.metric_drop == pytest.approx(-0.025)
+
+
 def test_a_tolerance_that_nothing_meets_leaves_the_float_model_and_says_by_how_much(run: Callable[..., Any]) -> None:
     module, engine = _Notices(("net.1", "net.3", "net.5")), FakeEngine("a")
     kept, report = run({engine: 0.002}, module, drop=0.05)

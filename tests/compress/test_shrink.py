@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -357,10 +358,35 @@ def test_heads_and_units_of_a_transformer_go_during_the_fit() -> None:
     assert callback.report is not None
     assert callback.report.layers == {"net.attention": [4, 2], "net.up": [32, 16]}
     assert (model.net.attention.num_heads, model.net.attention.qkv.out_features) == (2, 24)
+    assert not callback.report.skipped.keys() & {*callback.report.layers, "net.attention.qkv"}
     fresh = Digits(Transformer())
     resize_to(fresh, model.state_dict())
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(fresh.eval()(images()), model.eval()(images()))
+
+
+def test_what_was_cut_in_any_step_is_not_said_to_be_skipped() -> None:
+    callback = StructuredPruning(0.5, head_ratio=0.25, steps=3)  # of 4 heads one goes, in the last step
+    _fit(Digits(Transformer()), callback, max_epochs=4)
+    assert callback.report is not None
+    assert callback.report.layers == {"net.attention": [4, 3], "net.up": [32, 16]}
+    assert not callback.report.skipped.keys() & {*callback.report.layers, "net.attention.qkv"}
+    again = StructuredPruning(0.5, head_ratio=0.5, steps=2)  # two go, in the first step and in the second
+    _fit(Digits(Transformer()), again, max_epochs=3)
+    assert again.report is not None
+    assert again.report.layers["net.attention"] == [4, 2]
+    assert "net.attention.qkv" not in again.report.skipped
+
+
+@pytest.mark.parametrize(("arguments", "count"), [({}, 1), ({"max_metric_drop": 1.0}, 0), ({"ratio": 0.0}, 0)])
+def test_a_monitor_that_judges_nothing_is_told_once(arguments: dict[str, Any], count: int) -> None:
+    callback = StructuredPruning(**{"ratio": 0.5, "monitor": "val_acc", **arguments})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(WideDigits(), callback, max_epochs=2)
+    told = [str(one.message) for one in caught if "has no effect without max_metric_drop" in str(one.message)]
+    assert len(told) == count
+    assert all("StructuredPruning(monitor='val_acc')" in one for one in told)
 
 
 def test_nothing_removable_is_said_with_the_reasons() -> None:
@@ -392,10 +418,9 @@ def test_without_validation_a_step_stays_unjudged_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="kept its last step unjudged: no validation has run since"):
         _fit(model, callback, max_epochs=3, check_val_every_n_epoch=2)
     assert _widths(model) == HALF
-    with pytest.raises(
-        MisconfigurationException, match="'val_f1' before the step, which no validation has logged so far"
-    ):
-        _fit(WideDigits(), StructuredPruning(0.5, max_metric_drop=0.1, monitor="val_f1"), max_epochs=2)
+    told = r"'val_ac' before the step, which no validation has logged so far.* Did you mean 'val_acc'"
+    with pytest.raises(MisconfigurationException, match=told):
+        _fit(WideDigits(), StructuredPruning(0.5, max_metric_drop=0.1, monitor="val_ac"), max_epochs=2)
 
 
 def test_arguments_are_copied_and_round_numbers_kept() -> None:

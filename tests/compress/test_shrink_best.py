@@ -49,7 +49,7 @@ def _told(tmp_path: Path, mode: str, weights: str = "best", flip: bool = False, 
 @pytest.mark.parametrize("flip", [False, True], ids=["before", "after"])
 def test_a_best_checkpoint_from_before_the_cut_is_told_once(tmp_path: Path, flip: bool) -> None:
     (told,) = _told(tmp_path, "min", flip=flip)
-    assert f"epoch=0-step=4.ckpt has {WHOLE:,} parameters, the network at the end {HALF:,}" in told
+    assert f"epoch=0-step=2.ckpt has {WHOLE:,} parameters, the network at the end {HALF:,}" in told
 
 
 def test_one_from_between_two_cuts_is_told(tmp_path: Path) -> None:

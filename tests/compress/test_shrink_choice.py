@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_speedkit.compress.shrink_choice import channel_scores, choose_channels, cuts_of, kept_count
+from lightning_speedkit.compress.shrink_choice import (
+    channel_scores,
+    choose_channels,
+    cuts_of,
+    kept_count,
+    why_none_goes,
+)
 from lightning_speedkit.compress.shrink_graph import ChannelGroup, TensorPart
 
 
@@ -54,6 +62,36 @@ def test_random_is_the_same_each_time_and_leaves_the_global_state() -> None:
 def test_tied_channels_go_together_or_not_at_all() -> None:
     assert choose_channels(_net(), _group(((0, 3), (1, 2))), 0.5, original=4) == (1, 2)
     assert choose_channels(_net(), _group(((0, 1, 2, 3),)), 0.5, original=4) == ()
+
+
+@pytest.mark.parametrize(
+    ("tied", "kind", "ratio", "round_to", "told"),
+    [
+        (None, "channels", 0.1, 1, "ratio=0.1 of its 4 channels is less than go at a time; 0.25 or more removes some"),
+        (None, "heads", 0.2, 8, "head_ratio=0.2 of its 4 heads is less than go at a time; 0.25 or more removes some"),
+        (((0, 3), (1, 2)), "channels", 0.3, 1, "ratio=0.3 of its 4 channels is less than go at a time; 0.5 or more"),
+        (None, "channels", 0.3, 2, "ratio=0.3 of its 4 channels is less than go at a time; 0.5 or more"),
+        (None, "channels", 0.9, 8, "round_to=8 keeps all of its 4 channels"),
+        (((0, 1, 2, 3),), "channels", 0.5, 1, "too few channels: 4, of which 4 go at a time"),
+    ],
+)
+def test_where_none_goes_the_reason_is_the_ratio_or_the_layer(
+    tied: tuple[tuple[int, ...], ...] | None, kind: str, ratio: float, round_to: int, told: str
+) -> None:
+    group = dataclasses.replace(_group(tied) if tied else _group(), kind=kind)
+    assert choose_channels(_net(), group, ratio, original=4, round_to=round_to) == ()
+    assert why_none_goes(group, ratio, original=4, round_to=round_to).startswith(told)
+
+
+@given(st.integers(2, 200), st.integers(1, 4), st.integers(1, 9))
+def test_the_ratio_that_is_named_removes_some(channels: int, together: int, round_to: int) -> None:
+    tied = tuple(tuple(range(i, min(i + together, channels))) for i in range(0, channels, together))
+    group = ChannelGroup("0", "channels", channels, (), tied, exact=True)
+    told = why_none_goes(group, 0.0, original=channels, round_to=round_to)
+    if " or more" in told:
+        least = float(told.split("; ")[1].split()[0])
+        assert kept_count(channels, least, size=together, round_to=round_to) < channels
+        assert kept_count(channels, least - 0.002, size=together, round_to=round_to) == channels
 
 
 def test_what_went_before_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def test_whole_heads_go_with_their_rows_and_columns(fused: bool) -> None:
     model = randomised(Transformer(fused))
     plan = plan_of(model, 0.0, head_ratio=0.5)
     assert dict(plan.layers) == {"attention": (4, 2)}
+    assert not [name for name in plan.skipped if name.startswith("attention.") and name != "attention.proj"]
     small = copy.deepcopy(model)
     cut(small, plan.cuts)
     columns = plan.cuts["attention.proj.weight"][1]
@@ -86,6 +88,25 @@ def test_whole_heads_go_with_their_rows_and_columns(fused: bool) -> None:
     assert small.attention.num_heads == 2
     expected = with_zeros(model, {"attention.proj.weight": 1}, plan.cuts)(images())
     torch.testing.assert_close(small(images()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "it makes the heads of an attention; head_ratio removes whole ones"),
+        ({"head_ratio": 0.1}, "it makes the heads of an attention"),
+        ({"head_ratio": 0.5, "skip": ("attention",)}, ""),
+    ],
+)
+def test_an_attention_that_keeps_its_heads_is_told(fused: bool, settings: dict[str, Any], told: str) -> None:
+    plan = plan_of(randomised(Transformer(fused)), 0.5, **settings)
+    assert "attention" not in plan.layers
+    assert told in plan.skipped["attention.qkv" if fused else "attention.q_proj"]
+    if settings.get("head_ratio") == 0.1:
+        assert plan.skipped["attention"] == (
+            "head_ratio=0.1 of its 4 heads is less than go at a time; 0.25 or more removes some"
+        )
 
 
 def test_the_width_of_a_transformer_goes_only_if_norms_may_average_over_fewer() -> None:

@@ -44,3 +44,19 @@ def test_nothing_pending_is_not_judged() -> None:
     run = ShrinkRun()
     run.judge(_trainer(True), Digits(mlp()), 0.1)
     assert (run.undone, run.metric_drop) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("after", "told"), [(0.95, "a gain of 0.05, within"), (0.9, "no drop, within"), (0.5, "a drop of 0.4, over")]
+)
+def test_what_became_of_the_metric_is_told_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, after: float, told: str
+) -> None:
+    monkeypatch.setattr(shrink_run, "put_back", lambda *_: None)
+    monkeypatch.setattr(shrink_run, "wrap_again", lambda *_: None)
+    run = ShrinkRun()
+    run.metric, run.mode, run.validated, run.last = "val_acc", "max", True, after
+    run.pending = {"metric": 0.9, "layers": {}, "snapshot": None}
+
+    run.judge(_trainer(True), Digits(mlp()), 0.1)
+    assert told in run.reason

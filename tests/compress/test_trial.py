@@ -216,3 +216,54 @@ def test_planned_engines() -> None:
     assert "torchao-weight-int8" not in fast
     assert "torchao-weight-int8" in small
     assert small[: len(fast)] == fast
+
+
+def test_a_raw_parameter_beside_layers_is_not_counted() -> None:
+    module = Digits(mlp())
+    module.positions = nn.Parameter(torch.zeros(1, 64))
+    made, report = _try(module, _data(), max_metric_drop=1.0)
+    assert made is not None
+    assert (report.layers_total, report.layers_quantized, dict(report.skipped)) == (2, ("net.1", "net.3"), {})
+    assert ": 2 of 2 layers" in report.describe()
+
+
+class _Labelled(LightningModule):
+    """Its step calls ``self(**batch)`` with the labels, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.net(x.flatten(1))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self(**batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "needs_labels"),
+    [("onnxruntime-static", True), ("torch-ao-static", True), ("torch-ao-dynamic", False)],
+)
+def test_a_copy_that_needs_the_labels_of_the_step_says_so_in_the_report_and_when_called(
+    backend: str, needs_labels: bool
+) -> None:
+    if backend.startswith("onnx"):
+        pytest.importorskip("onnxruntime")
+    batches = [{"x": x, "labels": y} for x, y in digit_loader(0, 64, 32)]
+    made, report = try_quantized(_Labelled(), batches, None, Judge(), Plan(backend=backend, objective="size"))
+    assert made is not None, report.reason
+    told = [note for note in report.notes if note.startswith("It cannot be called without labels")]
+    assert len(told) == needs_labels
+    if not needs_labels:
+        assert list(made.module(batches[0]["x"])) == ["logits"]
+        return
+    assert "backend='torch-ao-dynamic'" in told[0]
+    with pytest.raises(ValueError, match=r": labels is missing\. .*zeros.*backend='torch-ao-dynamic'") as refusal:
+        made.module(batches[0]["x"])
+    assert str(refusal.value).endswith("called like the float model.")
+    with_zeros = made.module(batches[0]["x"], torch.zeros(32, dtype=torch.long))
+    torch.testing.assert_close(with_zeros["logits"], made.module(**batches[0])["logits"], rtol=0, atol=0)

@@ -17,6 +17,7 @@ from lightning_speedkit import (
     Distillation,
     Float8Precision,
     GradientClipping,
+    HangWatch,
     LeakMonitor,
     LoaderSettingsSearch,
     LRRangeTest,
@@ -104,6 +105,11 @@ CALLBACKS = (
         neutral=Part(LRRangeTest, {"steps": 5}),
     ),
     Case(
+        "HangWatch",
+        working=Part(HangWatch, {"seconds": 100.0, "end": True}),
+        neutral=Part(HangWatch, {}),
+    ),
+    Case(
         "LeakMonitor",
         working=Part(LeakMonitor, {"warmup_steps": 0}),
         neutral=Part(LeakMonitor, {}),
@@ -181,7 +187,11 @@ CALLBACKS = (
     ),
 )
 
-STRATEGIES = ("speedkit_ddp", "speedkit_ddp_static", "speedkit_pipeline")
+STRATEGIES = (
+    *("speedkit_ddp", "speedkit_ddp_static", "speedkit_ddp_fp16", "speedkit_ddp_bf16", "speedkit_ddp_powersgd"),
+    *("speedkit_model_parallel", "speedkit_fsdp2_offload", "speedkit_hsdp", "speedkit_tensor_parallel_2"),
+    "speedkit_pipeline",
+)
 
 PLUGINS = (Part(SpeedkitMixedPrecision, {"precision": "bf16-mixed"}), Part(Float8Precision, {"emulate": True}))
 

@@ -12,6 +12,8 @@ from tests.conformance.cases import STRATEGIES
 from tests.conformance.models import quiet_trainer
 from tests.two_ranks import on_two_ranks
 
+_ROUNDS = {"speedkit_ddp_fp16": 1e-3, "speedkit_ddp_bf16": 1e-2}  # what 16 bits keep of a gradient
+
 
 class _Regression(LightningModule):
     def __init__(self) -> None:
@@ -43,7 +45,8 @@ def _train(strategy: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_ranks_equal_a_plain_loop(name: str) -> None:
     # Lightning always shuffles training data under DDP, with the seed and epoch of torch's DistributedSampler.
-    replicas = 1 if name == "speedkit_pipeline" else 2  # both stages of a pipeline see the same batches
+    # the stages of a pipeline, and ranks that share layers, see the same batches
+    replicas = 1 if name in ("speedkit_pipeline", "speedkit_tensor_parallel_2") else 2
     model, (x, y) = _Regression(), _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(3):
@@ -54,4 +57,7 @@ def test_two_ranks_equal_a_plain_loop(name: str) -> None:
             nn.functional.mse_loss(model.net(x[rows]), y[rows]).backward()
             optimizer.step()
     for weights in on_two_ranks(_train, name):
-        torch.testing.assert_close(weights, [p.detach() for p in model.parameters()], rtol=1e-9, atol=1e-12)
+        tolerance = _ROUNDS.get(name, 1e-9)
+        torch.testing.assert_close(
+            weights, [p.detach() for p in model.parameters()], rtol=tolerance, atol=tolerance / 10
+        )

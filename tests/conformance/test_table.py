@@ -30,7 +30,7 @@ def test_every_public_plugin_and_datamodule_has_its_line() -> None:
 def test_every_registered_strategy_name_has_its_line() -> None:
     registered = {name for name in StrategyRegistry.available_strategies() if name.startswith("speedkit")}
     assert set(STRATEGIES) == registered
-    assert _public(Strategy) == {"PipelineStrategy", "SpeedkitDDPStrategy"}
+    assert _public(Strategy) == {"ModelParallelPlan", "PipelineStrategy", "SpeedkitDDPStrategy"}
 
 
 def test_every_hook_that_a_callback_defines_exists() -> None:

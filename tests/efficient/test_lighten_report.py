@@ -23,8 +23,18 @@ def test_a_report_is_plain_data_and_text() -> None:
     assert read["layers"][0]["multiply_adds_before"] == 5 * 32 * 32
     assert read["layers"][0]["multiply_adds_after"] == 5 * 4 * 64
     assert report.describe().startswith("1 layers replaced, 1 left; parameters 1")
-    assert "1 stays: LSTM is not replaced" in str(report)
+    _, head, row, left = str(report).splitlines()
+    assert [word.strip() for word in head.split("|")] == list(report.table().header)
+    assert [place for place, sign in enumerate(head) if sign == "|"] == [p for p, sign in enumerate(row) if sign == "|"]
+    assert row.startswith("  0     | Linear(in_features=32, out_features=32, bias=True) | low-rank, rank 4 | 0.250 ")
+    assert left == "  1 stays: LSTM is not replaced"
     assert report.table().cells()[0][:4] == ("0", "Linear(in_features=32, out_features=32, bias=True)", "low-rank, rank 4", "0.250")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.filterwarnings("ignore:lighten.. replaced nothing")
+def test_where_nothing_was_replaced_there_are_no_headings() -> None:
+    _, report = lighten(nn.Sequential(nn.LSTM(32, 4)), torch.zeros(5, 32), min_saving=None)
+    assert str(report).splitlines()[1:] == ["  0 stays: LSTM is not replaced"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ SAYS = {
     "find_learning_rate.py": r"suggestion 0\.0.*one rate: .*averaged.*schedule: .*schedule-free: validation loss \d",
     "largest_batch.py": r"memory: batch size 64 of 8, 16, 32, 64\s.*put: batch size \d+ of 8, .* validation loss \d",
     "watch_memory.py": r"ended with: CUDA out of memory.*preset .*leak: Classifier\.losses: .*peak in validation",
+    "fsdp.py": r"accuracy 0\.\d+ on held-out digits; each process held 33413 of 66826 weights",
     "pipeline.py": r"accuracy 0\.[6-9]\d+ on held-out digits; 42634 weights, trained on 2 processes",
+    "plan_for_a_cluster.py": r"DDP 16 .*single device.*2\(n-1\)/n x .*speedkit_ddp.*two GPUs of 8 GB: pipeline 2",
     "train_stably.py": r"guarded: 7[0-3] steps, validation accuracy 0\.[89].* [1-9]\d* losses .* 3 gradients",
 }
 

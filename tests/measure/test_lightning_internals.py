@@ -21,6 +21,7 @@ from lightning_speedkit.measure.lightning_internals import (
     has_hook_state,
     logs_this_step,
     read_optimizers,
+    set_bucket_mb,
     uncount_step,
 )
 from tests.measure.short_fits import Norm, Watch, short_fit
@@ -58,6 +59,16 @@ def test_a_lightning_without_the_flush_is_told() -> None:
     strategy = DDPStrategy.__new__(DDPStrategy)
     with pytest.raises(AttributeError, match="no DDPStrategy"):
         forget_static_graph_flush(strategy)
+
+
+def test_the_size_of_a_bucket_is_an_argument_of_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr("lightning.pytorch.strategies.ddp.DistributedDataParallel", lambda **kwargs: got.update(kwargs))
+    strategy = DDPStrategy(parallel_devices=[torch.device("cpu")], bucket_cap_mb=25)
+    monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cpu"))
+    set_bucket_mb(strategy, 3.5)
+    strategy._setup_model(nn.Linear(1, 1))
+    assert got["bucket_cap_mb"] == 3.5
 
 
 class _LogsMetric(Norm):

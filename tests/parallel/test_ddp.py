@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_speedkit.parallel import SpeedkitDDPStrategy, register_comm_hook
+from lightning_speedkit.parallel import SpeedkitDDPStrategy
 from tests.two_ranks import on_two_ranks
 
 FACTORS = (1, 2, 3)
@@ -123,6 +122,49 @@ def _twice(strategy: Any, make: Callable[[], LightningModule], **options: Any) -
     return found
 
 
+class Alternating(Net):
+    """Leaves its branch out of every other batch, which are those that no step follows if two make a window."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.branch is not None
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * self.branch(batch[0]).mean() if batch_idx % 2 or self.trainer.is_last_batch else loss
+
+
+class Later(Net):
+    """Leaves its branch out from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.branch is not None
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.branch(batch[0]).mean() if batch_idx < 2 else loss
+
+
+class Normed(Net):
+    """Normalises over the batches of both ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(4).double())
+
+
+class Single(Net):
+    """Fits in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([value.float() for value in batch], batch_idx)
+
+
 def _runs() -> dict[str, Any]:
     """Everything in one start of two processes, which is what takes the time."""
     found: dict[str, Any] = {}
@@ -157,7 +199,18 @@ def _runs() -> dict[str, Any]:
     def failing(group, bucket):  # type: ignore[no-untyped-def]
         raise ArithmeticError("on purpose")
 
-    found["bf16"] = _error_of(lambda: _fit(SpeedkitDDPStrategy(comm_hook="bf16")))
+    found["alternating"] = _fit("speedkit_ddp", Alternating(), accumulate_grad_batches=2)
+    found["auto"] = _fit(SpeedkitDDPStrategy(bucket_cap_mb="auto"), accumulate_grad_batches=2)
+    norm = Normed()
+    _fit("speedkit_ddp", norm, sync_batchnorm=True)
+    found["norm classes"] = [type(layer).__name__ for layer in norm.net]
+    found["norm"] = {name: value.detach() for name, value in norm.state_dict().items()}
+    for factor in (1, 3):
+        for name in ("speedkit_ddp", "speedkit_ddp_static"):
+            found[f"single {name} {factor}"] = _fit(name, Single(), max_epochs=3, accumulate_grad_batches=factor)
+    options = {"limit_train_batches": 1, "max_epochs": 1}
+    found["unused in the only step"] = _error_of(lambda: _fit("speedkit_ddp", Net(unused=True), **options))
+    found["unused later"] = _error_of(lambda: _fit("speedkit_ddp", Later()))
     found["unused"] = _error_of(lambda: _fit("speedkit_ddp", Net(unused=True)))
     default_hooks.fp16_compress_hook = failing
     found["failing"] = _error_of(lambda: _fit(SpeedkitDDPStrategy(comm_hook="fp16")))
@@ -169,9 +222,10 @@ def runs() -> list[dict[str, Any]]:
     return on_two_ranks(_runs)
 
 
-def _plain(epochs: int = 2, batches_per_step: int = 1) -> list[Tensor]:
+def _plain(epochs: int = 2, batches_per_step: int = 1, model: Net | None = None) -> list[Tensor]:
     """One process on the rows of both ranks; divides by the factor also in the short window, as Lightning does."""
-    model, (x, y) = Net(), _data()
+    model, (x, y) = model or Net(), _data()
+    x, y = (value.to(next(model.parameters()).dtype) for value in (x, y))
     optimizer: Any = model.configure_optimizers()
     for _ in range(epochs):
         for start in range(0, BATCHES, batches_per_step):
@@ -238,7 +292,33 @@ def test_unused_parameters_are_found_or_allowed_or_told(runs: Any) -> None:
         _close([rank["unused static"][i] for i in used], _plain(batches_per_step=2))
         untouched = _weights(Net(unused=True))[4:]
         assert all(torch.equal(a, b) for a, b in zip(rank["unused found"][4:], untouched, strict=True))
-        assert "find_unused_parameters=True" in rank["unused"]
+        for case in ("unused", "unused in the only step", "unused later"):
+            assert "does not depend on these parameters: branch.weight, branch.bias. DDP" in rank[case]
+            assert "find_unused_parameters=True" in rank[case]
+        _close([rank["alternating"][i] for i in used], _plain(batches_per_step=2))
+
+
+def test_20_steps_in_32_bits_equal_one_process(runs: Any) -> None:
+    for rank in runs:
+        for factor in (1, 3):  # 21 steps, or 9 of which every third is short
+            expected = torch.cat([w.flatten() for w in _plain(3, factor, Single())])
+            for name in ("speedkit_ddp", "speedkit_ddp_static"):
+                found = torch.cat([w.flatten() for w in rank[f"single {name} {factor}"]])
+                assert torch.linalg.norm(found - expected) <= 1e-6 * torch.linalg.norm(expected)
+
+
+def test_a_measured_bucket_size_changes_no_weight(runs: Any) -> None:
+    for rank in runs:
+        _close(rank["auto"], _plain(batches_per_step=2))
+
+
+def test_sync_batchnorm_works_on_the_cpu(runs: Any) -> None:
+    expected = Normed()
+    _plain(model=expected)
+    for rank in runs:
+        assert rank["norm classes"][1] == "_BatchNormXd"  # what Lightning leaves after a fit
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(rank["norm"][name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_the_fp16_hook_is_called_on_gloo(runs: Any) -> None:
@@ -251,12 +331,6 @@ def test_the_fp16_hook_is_called_on_gloo(runs: Any) -> None:
         assert torch.equal(mine, other)
 
 
-def test_the_bf16_hook_on_gloo_is_refused(runs: Any) -> None:
-    for rank in runs:
-        assert rank["bf16"].startswith("MisconfigurationException: comm_hook='bf16' does not work on the 'gloo'")
-        assert "comm_hook='fp16'" in rank["bf16"]
-
-
 def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
     for rank in runs:
         assert "on purpose" in rank["failing"]
@@ -266,7 +340,7 @@ def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
     ("arguments", "message"),
     [
         ({"static_graph": True, "find_unused_parameters": True}, "Set one of them"),
-        ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown; use 'fp16', 'bf16' or None"),
+        ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown; use 'fp16', 'bf16', 'powersgd' or None"),
         ({"timeout_seconds": 0}, "timeout_seconds=0 must be from 0.001 to 1e9"),
         ({"timeout_seconds": 1e-9}, "timeout_seconds=1e-09 must be from"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan must be from"),
@@ -276,6 +350,9 @@ def test_a_hook_that_raises_ends_the_fit(runs: Any) -> None:
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be more than 0"),
         ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan must be more than 0"),
         ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be more than 0"),
+        ({"powersgd_rank": 0}, "powersgd_rank=0 must be at least 1"),
+        ({"powersgd_start_step": -1}, "powersgd_start_step=-1 must be at least 0"),
+        ({"bucket_cap_mb": "AUTO"}, "bucket_cap_mb='AUTO' must be a number, 'auto' or None"),
         ({"start_method": "thread"}, "start_method='thread' is unknown"),
     ],
 )
@@ -291,8 +368,11 @@ def test_a_switch_that_is_no_switch(name: str, value: Any) -> None:
         SpeedkitDDPStrategy(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["60", True, [25], {}], ids=str)
-@pytest.mark.parametrize("name", ["timeout_seconds", "bucket_cap_mb"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timeout_seconds", "60"), *((n, v) for n in ("timeout_seconds", "bucket_cap_mb") for v in (True, [25], {}))],
+    ids=str,
+)
 def test_a_number_that_is_no_number(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"{name}=.* must be a number"):
         SpeedkitDDPStrategy(**{name: value})
@@ -301,21 +381,3 @@ def test_a_number_that_is_no_number(name: str, value: Any) -> None:
 @pytest.mark.parametrize("seconds", [0.001, 60, np.int64(60), np.float32(60), 1e9], ids=str)
 def test_any_number_of_seconds_reaches_torch(seconds: Any) -> None:
     assert SpeedkitDDPStrategy(timeout_seconds=seconds)._timeout == timedelta(seconds=float(seconds))
-
-
-class _Wrapped:
-    """Stands for a wrapped model on another backend, whose torch refuses the hook."""
-
-    process_group = None
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        raise TypeError("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+")
-
-
-def test_what_torch_refuses_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = _Wrapped()
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
-    with pytest.raises(MisconfigurationException, match=r"'nccl' backend here.*comm_hook='fp16'"):
-        register_comm_hook(model, "bf16")
-    with pytest.raises(ValueError, match="is unknown"):
-        register_comm_hook(model, "powersgd")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -379,3 +379,19 @@ def test_float16_is_refused(refusals: Any) -> None:
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PipelineStrategy(**arguments)
+
+
+def _best(folder: str) -> tuple[list[str], list[bool]]:
+    model = Net()
+    checkpoint = ModelCheckpoint(folder, monitor="checked", mode="max", filename="{epoch}")  # it grows
+    trainer = _trainer("speedkit_pipeline", callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(model, _loader(), _loader())
+    decide, rank = trainer.strategy.reduce_boolean_decision, trainer.global_rank
+    decided = [decide(True), decide(rank == 0), decide(rank == 0, all=False), decide(False, all=False)]
+    return sorted(path.name for path in Path(folder).iterdir()), decided
+
+
+def test_the_best_checkpoint_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    for files, decided in on_two_ranks(_best, str(tmp_path)):
+        assert files == ["epoch=2.ckpt"]
+        assert decided == [True, False, True, False]

@@ -54,8 +54,15 @@ def test_arguments_reach_lightning() -> None:
 
 
 def test_presets_name_strategies_that_exist() -> None:
-    assert [preset.name for preset in PRESETS] == ["ddp", "ddp-static", "pipeline"]
+    assert [preset.name for preset in PRESETS] == [
+        *("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "sync-batchnorm"),
+        *("fsdp2", "fsdp2-offload", "hsdp", "tensor-parallel-2", "pipeline", "hang-watch"),
+    ]
     for preset in PRESETS:
         assert not callable(preset.patch)
-        assert preset.patch.arguments["strategy"] in STRATEGIES
-        assert preset.needs == ("devices>=2",)
+        if preset.name == "hang-watch":
+            assert preset.needs == ()
+            continue
+        if preset.name != "sync-batchnorm":
+            assert preset.patch.arguments["strategy"] in STRATEGIES
+        assert preset.needs == (("devices>=4",) if preset.name == "hsdp" else ("devices>=2",))

@@ -226,7 +226,7 @@ def test_shapes_beyond_the_first_run_eagerly() -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        lambda: [ActivationCheckpointing(["Block"])],
+        lambda: [ActivationCheckpointing(["Linear"])],
         lambda: [AccumulationScheduler(2)],
         lambda: [AverageWeights(decay=0.9)],
     ],
@@ -239,6 +239,15 @@ def test_beside_other_callbacks(others: Callable[[], list[pl.Callback]]) -> None
     assert callback.report is not None
     assert callback.report.failures == ()
     assert callback.report.graphs > 0
+
+
+def test_what_is_computed_again_and_holds_buffers_is_told() -> None:
+    callback = CompileModel(backend="eager", eager_steps=1)
+    with pytest.warns(UserWarning, match="a module with buffers that is computed again runs eagerly"):
+        compiled = _fit(ActivationCheckpointing(["Block"]), callback)
+    torch.testing.assert_close(compiled.state_dict(), _fit(ActivationCheckpointing(["Block"])).state_dict())
+    assert callback.report is not None
+    assert [path for path, _ in callback.report.failures] == ["net"]
 
 
 def test_after_an_exception_the_module_is_plain() -> None:

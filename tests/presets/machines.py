@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ CPU_BF16 = Hardware(accelerator="cpu", device_name="a CPU with AMX", native_bf16
 T4 = Hardware(accelerator="cuda", device_name="Tesla T4", capability=(7, 5), native_bf16=False)
 H100 = Hardware(accelerator="cuda", device_name="H100", capability=(9, 0), native_bf16=True)
 TWO_H100 = Hardware(accelerator="cuda", device_name="H100", device_count=2, capability=(9, 0), native_bf16=True)
+
+FOUR_H100 = replace(TWO_H100, device_count=4)
 
 
 def stand_on(monkeypatch: pytest.MonkeyPatch, best: Hardware, cpu: Hardware = CPU) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
 
 from lightning_speedkit.presets import get, names, trainer_kwargs
-from tests.presets.machines import CPU, TWO_H100, stand_on
+from tests.presets.machines import CPU, FOUR_H100, stand_on
 
 _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -26,7 +26,8 @@ def test_the_catalogue_is_this() -> None:
         *("checkpoint-activations", "checkpoint-selective", "offload-activations", "largest-batch", "fastest-batch"),
         *("watch-memory", "release-cache"),
         *("quantize-int8", "quantize-aware", "prune", "prune-2-4", "prune-channels"),
-        *("ddp", "ddp-static", "pipeline", "loader-auto"),
+        *("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "sync-batchnorm"),
+        *("fsdp2", "fsdp2-offload", "hsdp", "tensor-parallel-2", "pipeline", "hang-watch", "loader-auto"),
         *("cpu", "single-gpu", "multi-gpu", "low-memory"),
     )
 
@@ -41,7 +42,7 @@ def test_a_preset_is_readable_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_a_preset_builds_on_a_machine_that_meets_its_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_on(monkeypatch, TWO_H100, cpu=CPU)
+    stand_on(monkeypatch, FOUR_H100, cpu=CPU)
     kwargs = trainer_kwargs(name)
     assert kwargs
     assert all(isinstance(callback, Callback) for callback in kwargs.get("callbacks", []))

@@ -220,3 +220,22 @@ def test_what_depends_on_the_hardware_is_left_out_until_it_is_known() -> None:
     assert as_patch(merge(chosen)).arguments == {"max_epochs": 2}
     assert as_patch(merge(chosen, H100)).arguments == {"devices": 8, "max_epochs": 2}
     assert as_patch(merge(chosen, CPU)).arguments == {"devices": 1, "max_epochs": 2}
+
+
+@pytest.mark.parametrize("names", [("cuts", "average"), ("average", "cuts"), ("bundle", "cuts")])
+def test_presets_that_cannot_run_together_are_a_conflict_with_its_reason(names: tuple[str, ...]) -> None:
+    registry = Registry(
+        [
+            Preset(
+                name="cuts", kind="test", summary="cuts", not_beside={"average": "it keeps copies; use a second fit"}
+            ),
+            _preset("average", max_epochs=1),
+            _preset("bundle", includes=("average",)),
+        ]
+    )
+    with pytest.raises(
+        PresetConflictError, match=r"cannot be used in one run: it keeps copies; use a second fit\."
+    ) as error:
+        _merged(registry, *names)
+    assert {"'cuts'", "'average'"} <= set(str(error.value).split())
+    assert _merged(registry, "average") == {"max_epochs": 1}

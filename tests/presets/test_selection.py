@@ -50,6 +50,10 @@ def _conflicts_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> set[frozense
     return found
 
 
+_SPREAD = (
+    *("ddp", "ddp-static", "ddp-fp16", "ddp-bf16", "ddp-powersgd"),
+    *("fsdp2", "fsdp2-offload", "hsdp", "tensor-parallel-2", "pipeline"),
+)
 _ON_ANY_MACHINE = {
     frozenset(pair)
     for pair in (
@@ -58,7 +62,7 @@ _ON_ANY_MACHINE = {
         ("compile", "compile-blocks"),
         *itertools.combinations(("checkpoint-activations", "checkpoint-selective", "offload-activations"), 2),
         ("largest-batch", "fastest-batch"),
-        *itertools.combinations(("ddp", "ddp-static", "pipeline"), 2),
+        *itertools.combinations(_SPREAD, 2),
         ("cpu", "single-gpu"),
         ("cpu", "multi-gpu"),
         ("single-gpu", "multi-gpu"),
@@ -66,6 +70,13 @@ _ON_ANY_MACHINE = {
         ("guard-spikes", "guard-rollback"),
         ("ema", "swa"),
         ("prune", "prune-2-4"),
+        *(
+            ("prune-channels", other)
+            for other in (
+                *("compile", "compile-blocks", "ema", "swa", "guard-non-finite", "guard-spikes", "guard-rollback"),
+                *("prune", "prune-2-4", "quantize-aware"),
+            )
+        ),
         *itertools.combinations(("accumulate-4", "accumulate-labels-4", "batch-256"), 2),
         ("auto-micro-batch", "auto-micro-batch-labels"),
         *itertools.combinations(
@@ -344,12 +355,12 @@ def test_the_machine_is_read_for_the_accelerator(monkeypatch: pytest.MonkeyPatch
                 **dict.fromkeys(("adamw-cpu-offload", "offload-activations", "single-gpu", "multi-gpu"), 1),
             },
         ),
-        (H100, {"ddp": 1, "ddp-static": 1, "pipeline": 1, "multi-gpu": 1}),
+        (H100, dict.fromkeys((*_SPREAD, "sync-batchnorm", "multi-gpu"), 1)),
         (
             T4,
-            dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp8", "ddp", "ddp-static", "pipeline", "multi-gpu"), 1),
+            dict.fromkeys(("tf32", "bf16-mixed", "bf16-true", "fp8", *_SPREAD, "sync-batchnorm", "multi-gpu"), 1),
         ),
-        (TWO_H100, {}),
+        (TWO_H100, {"hsdp": 1}),
     ],
 )
 def test_what_can_run_on_each_machine(machine: Hardware, lacking: dict[str, int]) -> None:
