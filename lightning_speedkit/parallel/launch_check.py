@@ -38,7 +38,7 @@ def check_launch(
     Args:
         devices: Processes per machine of the Trainer, to be compared with what the environment says.
         num_nodes: Machines of the Trainer, likewise.
-        cluster_environment: That of the Trainer, if it was given one: ``KubeflowEnvironment`` needs no ``LOCAL_RANK``.
+        cluster_environment: That of the Trainer, if it was given one: it says which variables are read.
         environment: The variables; those of this process by default.
 
     Raises:
@@ -56,13 +56,15 @@ def check_launch(
         ...
         lightning.fabric.utilities.exceptions.MisconfigurationException: RANK=1, WORLD_SIZE=4 are set, and LOCAL_...
     """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # They have found each other, and after a fit Lightning takes WORLD_SIZE away.
+        return Launch("other", torch.distributed.get_rank(), torch.distributed.get_world_size())
     variables = os.environ if environment is None else environment
-    kubeflow = isinstance(cluster_environment, KubeflowEnvironment)
-    launch = read_launch(variables, kubeflow, num_nodes or 1)
+    launch = read_launch(variables, cluster_environment, num_nodes or 1)
     _check_against_trainer(launch, devices, num_nodes)
-    if launch.starter == "variables" and not kubeflow:
+    if launch.starter == "variables" and not isinstance(cluster_environment, KubeflowEnvironment):
         _check_node_rank(launch, variables, devices)
-    if not torch.distributed.is_initialized():
+    if launch.starter != "other":
         _check_port(launch, variables)
     return launch
 

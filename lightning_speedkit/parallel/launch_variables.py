@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 __all__ = ["Launch", "read_launch", "whole_number"]
@@ -21,26 +26,31 @@ class Launch:
 
     Attributes:
         starter: ``"torchrun"``; ``"slurm"`` for ``srun``; ``"variables"``: somebody set ``RANK`` and the others, as in
-            Kubernetes; ``"lightning"``: the Trainer starts the other processes of this machine, or is one of them.
+            Kubernetes; ``"lightning"``: the Trainer starts the other processes of this machine, or is one of them;
+            ``"other"``: the processes are joined already, or the Trainer was given an environment that is none of
+            these; nothing was looked at.
         rank: Of this process among all.
         world_size: How many processes there are.
         devices: Processes per machine: ``Trainer(devices=...)``.
         num_nodes: Machines: ``Trainer(num_nodes=...)``.
     """
 
-    starter: Literal["torchrun", "slurm", "variables", "lightning"]
+    starter: Literal["torchrun", "slurm", "variables", "lightning", "other"]
     rank: int | None = None
     world_size: int | None = None
     devices: int | None = None
     num_nodes: int | None = None
 
 
-def read_launch(variables: Mapping[str, str], kubeflow: bool = False, num_nodes: int = 1) -> Launch:
-    """What the variables say, in the order in which Lightning looks for them.
+def read_launch(
+    variables: Mapping[str, str], cluster_environment: ClusterEnvironment | None = None, num_nodes: int = 1
+) -> Launch:
+    """What the variables say.
 
     Args:
         variables: Of the process.
-        kubeflow: The Trainer has a ``KubeflowEnvironment``: one process per machine, without ``LOCAL_RANK``.
+        cluster_environment: That of the Trainer; by default the one that Lightning would choose. With
+            ``KubeflowEnvironment`` there is one process per machine, without ``LOCAL_RANK``.
         num_nodes: Machines of the Trainer, for a start by Lightning, where no variable says it.
 
     Raises:
@@ -50,12 +60,15 @@ def read_launch(variables: Mapping[str, str], kubeflow: bool = False, num_nodes:
     ...              "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"})
     Launch(starter='slurm', rank=3, world_size=4, devices=2, num_nodes=2)
     """
-    if kubeflow:
+    given = cluster_environment
+    if isinstance(given, KubeflowEnvironment):
         return _by_variables("variables", variables, tuple(name for name in _RANK_NAMES if name != "LOCAL_RANK"))
-    if "TORCHELASTIC_RUN_ID" in variables:
+    if isinstance(given, TorchElasticEnvironment) or (given is None and "TORCHELASTIC_RUN_ID" in variables):
         return _by_variables("torchrun", variables, _RANK_NAMES)
-    if _is_slurm(variables):
+    if isinstance(given, SLURMEnvironment) or (given is None and _is_slurm(variables)):
         return _by_slurm(variables)
+    if given is not None and not isinstance(given, LightningEnvironment):
+        return Launch("other")
     if "RANK" in variables:
         return _by_variables("variables", variables, _RANK_NAMES)
     return _by_lightning(variables, num_nodes)

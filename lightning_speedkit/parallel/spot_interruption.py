@@ -13,6 +13,7 @@ that failed, and so waits for the others.
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["SpotInterruption"]
 
 _STATE = "lightning_speedkit.random_states"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+_log = logging.getLogger(__name__)
 
 
 class SpotInterruption(Checkpoint):
@@ -183,6 +185,8 @@ class SpotInterruption(Checkpoint):
         self._listens = False
         self._leave_group()
         if trainer.world_size > 1 and any(part in str(exception) for part in _LOST):
+            # At once: Lightning's launcher may kill this process before the error is shown.
+            _log.error("Rank %d ends: another rank has ended.", trainer.global_rank)
             exception.args = (  # it is on its way already, and its last line is what is read
                 f"Another rank has ended, and its own message, if it left one, says why. Rank {trainer.global_rank} "
                 f"cannot go on without it and ends. Start all of them again with the newest checkpoint in "

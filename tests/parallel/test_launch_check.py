@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from lightning.fabric.plugins.environments import KubeflowEnvironment
+import torch
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_speedkit.parallel.launch_check import check_launch
@@ -122,10 +123,17 @@ def test_nothing_is_changed() -> None:
     assert dict(os.environ) == before
 
 
-def _checked() -> Launch:
-    return check_launch()
+def _checked() -> list[Launch]:
+    found = [check_launch()]
+    torch.distributed.init_process_group("gloo")
+    del os.environ["WORLD_SIZE"]  # as Lightning does after a fit
+    found.append(check_launch(2, 1, LightningEnvironment()))
+    torch.distributed.destroy_process_group()
+    return found
 
 
 @pytest.mark.timeout(60)
-def test_it_reads_the_process() -> None:
-    assert on_two_ranks(_checked, timeout=50) == [Launch("variables", 0, 2), Launch("variables", 1, 2)]
+def test_it_reads_the_process_until_all_are_joined() -> None:
+    assert on_two_ranks(_checked, timeout=50) == [
+        [Launch(starter, rank, 2) for starter in ("variables", "other")] for rank in (0, 1)
+    ]

@@ -132,7 +132,7 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     code, told = run([TORCHRUN, *options, *words(folder, ["SIGKILL", "1", 1, 4])], tmp_path / "log.txt")
     assert code == 0, told
-    assert "says why. Rank 0 cannot go on without it and ends" in told
+    assert "Rank 0 ends: another rank has ended" in told
     check_all_are_gone(folder)
     check_same_weights(folder, tmp_path / "whole")
 
@@ -155,8 +155,11 @@ def test_one_that_lightning_started_is_told_to_stop(tmp_path: Path, rank: str) -
 def test_one_that_lightning_started_is_killed(tmp_path: Path, rank: str) -> None:
     folder = tmp_path / "run"
     code, told = run([sys.executable, *words(folder, ["SIGKILL", rank, 1, 4])], tmp_path / "log.txt")
-    assert code == (-9 if rank == "0" else 1), told
-    assert f"says why. Rank {1 - int(rank)} cannot go on without it and ends" in told
+    # Lightning's launcher looks after its processes now and then, and kills all when one has died.
+    assert code in ([-9] if rank == "0" else [1, -9]), told
+    assert re.search(f"Rank {1 - int(rank)} ends: another rank has|Child process .* terminated with code -9", told), (
+        told
+    )
     check_all_are_gone(folder)
 
 

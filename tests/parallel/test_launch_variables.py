@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from lightning.fabric.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_speedkit.parallel.launch_variables import Launch, read_launch, whole_number
@@ -109,11 +116,24 @@ def test_slurm_on_several_machines_needs_the_first_one() -> None:
 
 def test_kubeflow_has_one_process_per_machine() -> None:
     variables = {name: value for name, value in RANKS.items() if name != "LOCAL_RANK"}
-    assert read_launch(variables, kubeflow=True) == Launch("variables", 3, 4, 1, 4)
+    assert read_launch(variables, KubeflowEnvironment()) == Launch("variables", 3, 4, 1, 4)
     with pytest.raises(MisconfigurationException, match="MASTER_PORT is not"):
-        read_launch({**variables, "MASTER_PORT": ""}, kubeflow=True)
+        read_launch({**variables, "MASTER_PORT": ""}, KubeflowEnvironment())
 
 
 def test_a_default_is_for_what_is_not_set() -> None:
     assert whole_number({}, "RANK", default=7) == 7
     assert whole_number({"RANK": "2"}, "RANK", default=7) == 2
+
+
+def test_the_environment_of_the_trainer_says_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {**SLURM, **TORCHRUN}
+    assert read_launch({"SLURM_NTASKS": "2"}, LightningEnvironment()) == Launch("lightning")
+    assert read_launch(both, SLURMEnvironment()).starter == "slurm"
+    assert read_launch(both, TorchElasticEnvironment()).starter == "torchrun"
+    with pytest.raises(
+        MisconfigurationException, match="SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID are not"
+    ):
+        read_launch({}, SLURMEnvironment())
+    monkeypatch.setattr(MPIEnvironment, "__init__", lambda self: None)  # it needs a package that may lack
+    assert read_launch({"RANK": "1"}, MPIEnvironment()) == Launch("other")
