@@ -22,7 +22,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -40,15 +39,14 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 _log = logging.getLogger(__name__)
 
 
-class SpotInterruption(Checkpoint):
+class SpotInterruption(pl.Callback):
     """Saves a checkpoint and ends the process on all ranks when one of them, or what started them, is told to stop.
 
     ``fit`` then raises ``SystemExit``, as Lightning does for SIGTERM, so what follows in the script does not run. The
     checkpoint is ``dirpath/filename.ckpt``; go on with ``trainer.fit(..., ckpt_path=newest_checkpoint(dirpath))``. The
     random states are in every checkpoint of the run and are put back at its resume, with as many ranks.
 
-    Lightning makes no ``ModelCheckpoint`` by itself when this callback is there: add one that saves now and then, for
-    machines that vanish without a signal.
+    A machine can vanish without a signal: let a ``ModelCheckpoint`` save now and then too.
 
     Args:
         dirpath: The folder of the checkpoint; with several machines one that all of them see.
@@ -127,6 +125,10 @@ class SpotInterruption(Checkpoint):
         self._random_states = []
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._go_on_with_random_numbers(trainer)  # a loader that begins an epoch draws from them
+
+    @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._listen(trainer)
 
@@ -143,7 +145,8 @@ class SpotInterruption(Checkpoint):
                 )
             self._group = HostGroup("during training")
             self._check_same_start(trainer)
-        self._go_on_with_random_numbers(trainer)
+        if trainer.fit_loop.restarted_mid_epoch:  # one that goes on has drawn, and had not in the run before
+            self._go_on_with_random_numbers(trainer)
         if not all(map(_is_stateful, CombinedLoader(trainer.train_dataloader).flattened)):
             rank_zero_warn(
                 "The training loader has no state_dict: a run that is interrupted within an epoch sees samples of it "
@@ -157,15 +160,15 @@ class SpotInterruption(Checkpoint):
         if not self._listens or is_accumulating(trainer):
             return
         self._steps += 1
-        # What Lightning does at the end of an epoch, and of the run, would be left out at the resume.
-        if self._steps % self.every_n_steps or trainer.is_last_batch or _is_over(trainer, trainer.current_epoch):
+        # What follows at the end of an epoch and of the run would be left out when it goes on: there it waits.
+        if self._steps % self.every_n_steps or trainer.is_last_batch or _is_over(trainer):
             return
         self._leave_if_told(trainer)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listens and _is_over(trainer, trainer.current_epoch + 1):
-            self._leave_if_told(trainer)  # else after the first step of the next epoch
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._listens:
+            self._leave_if_told(trainer)
 
     @override
     def on_save_checkpoint(
@@ -207,21 +210,21 @@ class SpotInterruption(Checkpoint):
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Take the place of Lightning's handlers, which it has just set and takes away itself after the fit."""
-        if self._listens or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._listens or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
             return
         self._listens = True
         if self._note is None or not self._note.listen():
             rank_zero_warn("fit runs in a thread, where Python sets no signal handlers: this process hears no signal.")
 
     def _go_on_with_random_numbers(self, trainer: pl.Trainer) -> None:
-        states, self._random_states = self._random_states, []
-        if len(states) == trainer.world_size:
-            restore_random_states(states[trainer.global_rank])
-        elif states:
+        if len(self._random_states) == trainer.world_size:
+            restore_random_states(self._random_states[trainer.global_rank])
+        elif self._random_states:
             rank_zero_info(
-                f"The checkpoint has the random states of {len(states)} ranks, and there are {trainer.world_size}: "
-                "random numbers begin anew."
+                f"The checkpoint has the random states of {len(self._random_states)} ranks, and there are "
+                f"{trainer.world_size}: random numbers begin anew."
             )
+            self._random_states = []
 
     def _check_same_start(self, trainer: pl.Trainer) -> None:
         assert self._group is not None
@@ -259,9 +262,8 @@ def _is_stateful(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _is_over(trainer: pl.Trainer, epochs: int) -> bool:
-    """Whether training ends after these epochs and this step, or would have ended before."""
+def _is_over(trainer: pl.Trainer) -> bool:
+    """Whether no step follows this one, be it within an epoch."""
     steps, loop = trainer.global_step, trainer.fit_loop
-    may_stop = epochs >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
-    is_last_epoch = loop.max_epochs not in (None, -1) and epochs == loop.max_epochs
-    return is_last_epoch or (trainer.should_stop and may_stop) or (loop.max_steps != -1 and steps >= loop.max_steps)
+    may_stop = trainer.current_epoch >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
+    return (trainer.should_stop and may_stop) or (loop.max_steps != -1 and steps >= loop.max_steps)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_speedkit.data import RingLoader
+from lightning_speedkit.measure.own_random_numbers import own_random_numbers
 from lightning_speedkit.parallel.spot_interruption import SpotInterruption
 from tests.parallel.launched_training import train
 from tests.two_ranks import on_ranks, on_two_ranks
@@ -169,13 +170,34 @@ class Raises(Callback):
         if self.at == "end":
             signal.raise_signal(self.number)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.at == "done":
+            signal.raise_signal(self.number)
+
+
+class Counts(Callback):
+    """Has a state that changes after each batch."""
+
+    seen, ended = 0, False
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.seen += 1
+
+    def on_train_end(self, *arguments: Any) -> None:
+        self.ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
 
 def loader() -> RingLoader:
     return RingLoader(torch.ones(6, 2), batch_size=1, num_workers=0)
 
 
 def trainer_with(*callbacks: Callback, **arguments: Any) -> Trainer:
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    quiet["enable_checkpointing"] = saves
     return Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **(quiet | arguments))
 
 
@@ -201,11 +223,45 @@ def test_a_signal_in_the_sanity_check_waits_for_the_first_step(tmp_path: Path) -
     assert torch.load(spot.ckpt_path, weights_only=True)["global_step"] == 1
 
 
+def test_a_signal_after_the_last_step_waits_for_the_end_of_training(tmp_path: Path) -> None:
+    spot, counts = SpotInterruption(tmp_path), Counts()
+    trainer = trainer_with(spot, counts, Raises(signal.SIGTERM, "end"))
+    with pytest.raises(SystemExit):
+        trainer.fit(Plain(), loader())
+    assert counts.ended
+    assert torch.load(spot.ckpt_path, weights_only=True)["global_step"] == 6
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == 3
+
+
+@pytest.mark.parametrize("by", ["max_steps", "should_stop"])
+def test_a_run_that_is_over_within_an_epoch_comes_to_its_end(tmp_path: Path, by: str) -> None:
+    counts, raises = Counts(), Raises(signal.SIGTERM, 3)
+    others, steps = ([Stops()], -1) if by == "should_stop" else ([], 4)
+    trainer = trainer_with(SpotInterruption(tmp_path), counts, raises, *others, max_epochs=3, max_steps=steps)
+    with pytest.raises(SystemExit):
+        trainer.fit(Plain(), loader())
+    assert counts.ended
+    assert trainer.global_step == 4
+
+
+def test_a_stop_that_comes_too_early_is_no_end(tmp_path: Path) -> None:
+    counts, raises = Counts(), Raises(signal.SIGTERM, 3)
+    trainer = trainer_with(SpotInterruption(tmp_path), counts, raises, Stops(), max_epochs=3, min_epochs=2)
+    with pytest.raises(SystemExit):
+        trainer.fit(Plain(), loader())
+    assert not counts.ended
+    assert trainer.global_step == 4
+
+
 def test_a_signal_when_all_is_done_is_for_the_script(tmp_path: Path) -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
-        trainer_with(SpotInterruption(tmp_path), Raises(signal.SIGTERM, "end")).fit(Plain(), loader())
+        trainer_with(SpotInterruption(tmp_path), Raises(signal.SIGTERM, "done")).fit(Plain(), loader())
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [signal.SIGTERM]
@@ -229,18 +285,6 @@ def test_it_asks_only_every_so_many_steps(tmp_path: Path) -> None:
     assert torch.load(spot.ckpt_path, weights_only=True)["global_step"] == 4
 
 
-class Counts(Callback):
-    """Has a state that changes after each batch."""
-
-    seen = 0
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.seen += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-
 def test_it_saves_after_the_other_callbacks_are_done(tmp_path: Path) -> None:
     spot, keeps = SpotInterruption(tmp_path), ModelCheckpoint(tmp_path, "kept")
     trainer = trainer_with(spot, Counts(), keeps, Raises(signal.SIGTERM, 2))
@@ -250,9 +294,52 @@ def test_it_saves_after_the_other_callbacks_are_done(tmp_path: Path) -> None:
     assert trainer.checkpoint_callback is keeps
 
 
-def test_fast_dev_run_is_left_alone(tmp_path: Path) -> None:
-    trainer_with(SpotInterruption(tmp_path), fast_dev_run=2).fit(Plain(), loader())
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("setting", ["fast_dev_run", "barebones"])
+def test_fast_dev_run_and_barebones_are_left_alone(tmp_path: Path, setting: str) -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            seen.append(getattr(signal.getsignal(signal.SIGTERM), "__self__", None))
+
+    spot = SpotInterruption(tmp_path)
+    Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[spot, Looks()], **{setting: True}).fit(
+        Plain(), loader(), loader()
+    )
+    assert seen == [None]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+class Dropped(Plain):
+    """The random numbers of dropout and of a shuffled loader; ``losses`` tells them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+
+def test_a_shuffled_loader_without_a_position_goes_on_at_the_next_epoch(tmp_path: Path) -> None:
+    samples = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
+
+    def fit(epochs: int, path: Path | None = None) -> list[float]:
+        saves = ModelCheckpoint(tmp_path, "epoch{epoch}", save_top_k=-1)
+        model = Dropped()
+        torch.manual_seed(3)
+        trainer = trainer_with(SpotInterruption(tmp_path), saves, max_epochs=epochs)
+        trainer.fit(model, DataLoader(samples, shuffle=True), ckpt_path=path)
+        return model.losses
+
+    with own_random_numbers():
+        whole = fit(3)
+        assert fit(3, tmp_path / "epochepoch=1.ckpt") == whole[12:]
 
 
 def test_a_loader_without_a_position_is_warned_of(tmp_path: Path) -> None:
