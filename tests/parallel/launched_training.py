@@ -86,6 +86,8 @@ class Sender(Callback):
 def train(folder: str, send: list[Any] | None, options: dict[str, Any]) -> dict[str, Any]:
     """One start of the run; goes on where the one before has ended."""
     where = Path(folder)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ["RANK"] == "1":
+        time.sleep(options.get("late", 0.0))
     launch = check_launch()
     seed_everything(7, verbose=False)
     callbacks: list[Callback] = [ModelCheckpoint(where, "saved", every_n_train_steps=2, enable_version_counter=False)]
