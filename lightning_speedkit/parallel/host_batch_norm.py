@@ -85,7 +85,9 @@ class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (self.training and ready and torch.distributed.get_world_size(self.process_group) > 1):
             return value
-        return _Sum.apply(value, self.process_group)  # type: ignore[no-any-return]
+        apply: Any = _Sum.apply  # typed in some torch versions only
+        summed: Tensor = apply(value, self.process_group)
+        return summed
 
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         if not self.track_running_stats:

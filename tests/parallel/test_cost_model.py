@@ -179,6 +179,7 @@ def _sent_in_a_step(way: str) -> tuple[int, int, int]:
         model(x).sum().backward()
         dist.barrier()
         sent = _written_bytes() - before
+    del model, net  # DDP's reducer may wait for ever for a group that is gone
     dist.destroy_process_group()
     return sent, size, 4 * x.numel()
 
