@@ -5,6 +5,8 @@
 # newest checkpoint. By default: two processes on this machine.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+# else the ranks of a new start may find the addresses of those before, in the store that torchrun shares with them
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
     --nnodes "${NODES:-1}" \
     --nproc-per-node "${PROCESSES:-2}" \
