@@ -17,11 +17,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_speedkit import SpeedkitDataModule, SpeedkitDDPStrategy
+from lightning_speedkit import (
+    SpeedkitDataModule,
+    SpeedkitDDPStrategy,
+    SpotInterruption,
+    check_launch,
+    newest_checkpoint,
+)
 from lightning_speedkit.demo.digits import load_digits, split_indices
-from lightning_speedkit.parallel.launch_check import check_launch
-from lightning_speedkit.parallel.resume import newest_checkpoint
-from lightning_speedkit.parallel.spot_interruption import SpotInterruption
 
 
 class Digits(SpeedkitDataModule):

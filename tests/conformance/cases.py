@@ -34,6 +34,7 @@ from lightning_speedkit import (
     ScheduleFreeSwitch,
     SpeedkitMixedPrecision,
     SpikeGuard,
+    SpotInterruption,
     StructuredPruning,
 )
 from lightning_speedkit.registry import Part
@@ -179,6 +180,11 @@ CALLBACKS = (
         "SpikeGuard",
         working=Part(SpikeGuard, {"action": "rollback", "snapshot_every": 2, "window": 3}),
         neutral=Part(SpikeGuard, {}),
+    ),
+    Case(
+        "SpotInterruption",
+        working=Part(SpotInterruption, {"dirpath": "saved", "every_n_steps": 2}),
+        neutral=Part(SpotInterruption, {"dirpath": "saved"}),
     ),
     Case(
         "StructuredPruning",
