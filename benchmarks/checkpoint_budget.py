@@ -22,6 +22,7 @@ no more than a twentieth above that of the best set. A budget that no set keeps 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -259,7 +260,11 @@ def _mark(name: str) -> None:
 
 
 def _record(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """What the CPU's allocator gave out and took back, in order, and when each border was."""
+    """What the CPU's allocator gave out and took back, in order, and when each border was.
+
+    Tensors of an earlier recorded run that only the garbage collector frees would count as taken back in this one.
+    """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
         run()
     events = told.profiler.kineto_results.events()  # type: ignore[union-attr]

@@ -70,8 +70,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Classifier()
-    trainer.fit(model, Digits(batch_size=16, num_workers=1), ckpt_path=newest_checkpoint(arguments.folder))
+    trainer.fit(Classifier(), Digits(batch_size=16, num_workers=1), ckpt_path=newest_checkpoint(arguments.folder))
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps, {trainer.world_size} ranks, started by {launch.starter}")
 

@@ -12,6 +12,7 @@ operation of a step; where storages are counted, work in Python for each operati
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ def measure_peak_bytes(model: nn.Module, run: Callable[[], Any], device: torch.d
     >>> measure_peak_bytes(layer, lambda: layer(x).tanh().tanh(), torch.device("cpu"))  # two are held at once
     32768
     """
+    gc.collect()  # or tensors in cycles from before, freed during the run, lower what the allocator tells
     if device.type == "cuda":
         return _peak_of_cuda(model, run, device)
     if device.type == "cpu" and not _autograd._profiler_enabled() and (recorded := _peak_of_record(model, run)):

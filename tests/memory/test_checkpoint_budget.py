@@ -28,6 +28,7 @@ from lightning_speedkit.memory.checkpoint_budget import budget_bytes, checked_bu
 from lightning_speedkit.memory.checkpoint_budget_model import ModuleProfile
 from lightning_speedkit.memory.checkpoint_budget_peak import measure_peak_bytes
 from lightning_speedkit.memory.recomputation import Recomputed
+from tests.memory.allocations import allocated_peak
 from tests.two_ranks import on_two_ranks
 
 
@@ -65,12 +66,9 @@ def _allocated(model: nn.Module, run: Callable[[], Any], paths: Sequence[str] = 
         parameter.grad = torch.zeros_like(parameter)
     if paths:
         checkpoint_modules(model, list(paths))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
+    peak = allocated_peak(run)
     uncheckpoint_modules(model)
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(change for _, change in changes))
+    return peak
 
 
 @pytest.mark.parametrize(

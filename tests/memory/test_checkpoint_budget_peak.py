@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_speedkit.memory import checkpoint_budget, checkpoint_budget_peak, checkpoint_modules
 from lightning_speedkit.memory.checkpoint_budget_peak import measure_peak_bytes
+from tests.memory.allocations import allocated_peak
 
 _KB = 256  # float32 values
 _CPU = torch.device("cpu")
@@ -70,18 +71,10 @@ def _step(layer: nn.Module, channels: int) -> Callable[[], None]:
     return run
 
 
-def _allocated(run: Callable[[], Any]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
-        run()
-    events = told.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(change for _, change in changes))
-
-
 @pytest.mark.parametrize(("layer", "channels"), LAYERS)
 def test_buffers_inside_a_convolution_count_as_the_allocator_counts_them(layer: nn.Module, channels: int) -> None:
     run = _step(layer, channels)
-    assert measure_peak_bytes(layer, run, _CPU) == _allocated(run)
+    assert measure_peak_bytes(layer, run, _CPU) == allocated_peak(run)
 
 
 @pytest.mark.parametrize(("layer", "channels"), LAYERS)
@@ -89,7 +82,7 @@ def test_where_a_profiler_is_on_they_are_reckoned(layer: nn.Module, channels: in
     run = _step(layer, channels)
     with profile(activities=[ProfilerActivity.CPU]):
         counted = measure_peak_bytes(layer, run, _CPU)
-    assert counted == pytest.approx(_allocated(run), rel=0.15)
+    assert counted == pytest.approx(allocated_peak(run), rel=0.15)
 
 
 def test_a_record_without_the_allocator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +117,22 @@ def test_what_dropout_drew_counts_from_the_first_trial_on() -> None:
         measured = measure_peak_bytes(model, run, _CPU)
     assert plan.paths
     assert plan.peak_bytes == measured
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself, self.tensor = self, torch.zeros(64 * _KB)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_garbage_from_before_that_is_freed_during_the_run_changes_nothing(recorded: bool) -> None:
+    def run() -> None:
+        first = torch.zeros(_KB)
+        gc.collect()
+        second = torch.zeros(_KB)
+        assert first.numel() == second.numel()
+
+    alone = measure_peak_bytes(nn.Identity(), run, _CPU)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if recorded else contextlib.nullcontext():
+        _Cycle()
+    assert measure_peak_bytes(nn.Identity(), run, _CPU) == alone == 2 * _KB * 4

@@ -12,28 +12,16 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_speedkit.memory import checkpoint_modules, estimate_memory
 from lightning_speedkit.memory.recomputation import Recomputed
+from tests.memory.allocations import allocated_peak
 
 FLOAT = 4
 
 
 def _mlp(width: int = 64, hidden: int = 256) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False))
-
-
-def _peak_of_allocations(run: Any) -> int:
-    """The most that torch's allocator had given out at once, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
-        run()
-    now = peak = 0
-    for event in told.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def test_each_part_is_the_sum_worked_out_by_hand() -> None:
@@ -76,7 +64,7 @@ def test_it_is_what_torchs_allocator_gives_out_in_two_real_steps(optimizer: str,
     # In 16 bits a kernel holds float32 copies inside.
     tolerance = 0.03 if precision == "32-true" else 0.1
     there = told.parameters + told.buffers + told.batch
-    assert told.peak_bytes == pytest.approx(there + _peak_of_allocations(run), rel=tolerance)
+    assert told.peak_bytes == pytest.approx(there + allocated_peak(run), rel=tolerance)
 
 
 def test_fake_and_run_agree() -> None:
